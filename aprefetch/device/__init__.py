@@ -1,0 +1,1 @@
+"""Where compute and slots live."""

@@ -1,0 +1,1 @@
+"""Architectures: the math of a model and nothing else."""

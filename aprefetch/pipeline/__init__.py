@@ -1,0 +1,1 @@
+"""How experts move: coordinator, lookahead, reader, uploader."""

@@ -1,0 +1,1 @@
+"""Files, headers, byte ranges."""

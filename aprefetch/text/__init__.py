@@ -1,0 +1,1 @@
+"""Vocabulary, chat templates, detokenising."""
