@@ -1,0 +1,89 @@
+"""The system calls of the threaded reader, behind an object that wrappers can stand in for.
+
+`PosixFiles` owns nothing: whoever opens a descriptor closes it. `preadv` releases the GIL, so
+blocking threads do not hold up the event loop.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from aprefetch.types import ALIGNMENT
+
+__all__ = ["FileStatus", "Files", "PosixFiles", "direct_alignment"]
+
+_STATX_DIOALIGN = 0x2000
+_STATX_STRUCT_BYTES = 256
+_STATX_MEMORY_ALIGN_AT = 0x98  # u32 stx_dio_mem_align, then u32 stx_dio_offset_align
+_AT_FDCWD = -100
+
+
+class FileStatus(NamedTuple):
+    """What tells whether an open file is still the one that was opened."""
+
+    size: int
+    mtime_ns: int
+
+
+class Files(Protocol):
+    """The four calls a reader makes. All block, and may be called from any thread."""
+
+    def open(self, path: Path, *, direct: bool) -> int:
+        """A descriptor for reading, past the page cache if `direct`. Raises OSError."""
+        ...
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        """Read into `buffers` from byte `offset`; returns how many bytes came, 0 at the end."""
+        ...
+
+    def fstat(self, fd: int) -> FileStatus:
+        """Size and time of change of the open file."""
+        ...
+
+    def close(self, fd: int) -> None:
+        """Give the descriptor back."""
+        ...
+
+
+class PosixFiles:
+    """The real calls."""
+
+    def open(self, path: Path, *, direct: bool) -> int:
+        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
+        if direct:
+            flags |= getattr(os, "O_DIRECT", 0)  # absent on some systems: they read buffered
+        return os.open(path, flags)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return os.preadv(fd, buffers, offset)
+
+    def fstat(self, fd: int) -> FileStatus:
+        status = os.fstat(fd)
+        return FileStatus(status.st_size, status.st_mtime_ns)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+
+def direct_alignment(path: str | Path) -> int:
+    """Bytes to which direct reads of `path` must be aligned: what `statx` reports, at least 4096.
+
+    4096 where the system does not say, or where the file cannot be looked at.
+    """
+    statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
+    if statx is None:
+        return ALIGNMENT
+    answer = ctypes.create_string_buffer(_STATX_STRUCT_BYTES)
+    if statx(_AT_FDCWD, os.fsencode(path), 0, ctypes.c_uint(_STATX_DIOALIGN), answer) != 0:
+        return ALIGNMENT
+    mask = int.from_bytes(answer.raw[:4], "little")
+    if not mask & _STATX_DIOALIGN:
+        return ALIGNMENT
+    at = _STATX_MEMORY_ALIGN_AT
+    memory = int.from_bytes(answer.raw[at : at + 4], "little")
+    offset = int.from_bytes(answer.raw[at + 4 : at + 8], "little")
+    return max(ALIGNMENT, memory, offset)
