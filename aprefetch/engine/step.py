@@ -1,0 +1,205 @@
+"""The step driver: moves one step of the model through its layers while experts come and go.
+
+The model's generator computes; the driver, on the loop thread, places demands and guesses, waits
+for experts, runs them as they arrive and hands control back. Compute that takes long runs on the
+device's compute thread. The driver owns no slots: a demand is closed on every path out of a layer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from aprefetch.device.base import Device
+from aprefetch.errors import AprefetchError
+from aprefetch.models.base import Chunk, Model
+from aprefetch.models.moe import RoutedCall
+from aprefetch.pipeline.coordinator import Coordinator, Demand
+from aprefetch.pipeline.lookahead import Lookahead
+from aprefetch.stats import Counters
+from aprefetch.trace import Tracer
+
+__all__ = ["StepAbandoned", "StepResult", "StepRunner"]
+
+T = TypeVar("T")
+
+_YIELD_AFTER_NS = 1_000_000  # longest stretch of inline compute before the loop gets its turn
+
+
+class StepAbandoned(Exception):
+    """The step was given up between two layers since all of its sequences were cancelled."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """Per chunk: logits (float32 `[n, V]`, or None if not wanted) and what went wrong, if it did.
+
+    A chunk with an error has meaningless logits and its sequence's state must be dropped; the other
+    chunks are right.
+    """
+
+    logits: list[Tensor | None]
+    errors: list[AprefetchError | None]
+
+
+class StepRunner:
+    """Runs steps, one at a time."""
+
+    def __init__(
+        self,
+        model: Model,
+        coordinator: Coordinator,
+        lookahead: Lookahead | None,
+        device: Device,
+        counters: Counters,
+        tracer: Tracer | None,
+    ) -> None:
+        self._model = model
+        self._coordinator = coordinator
+        self._lookahead = lookahead
+        self._device = device
+        self._counters = counters
+        self._tracer = tracer
+        info = model.info
+        self._layer_bytes = max(1, info.dense_bytes // max(1, info.n_layers))
+        self._announced: dict[int, set[int]] = {layer: set() for layer in info.token_routed_layers}
+        self._yielded_ns = 0
+
+    def announce(self, token_ids: npt.NDArray[np.int64]) -> None:
+        """Ask for the experts of layers that are routed by token id, as soon as ids are known."""
+        for layer, known in self._announced.items():
+            table = self._model.token_routed(layer, token_ids)
+            assert table is not None
+            fresh = sorted(set(table.ravel().tolist()) - known)
+            if fresh:
+                known.update(fresh)
+                self._coordinator.guess(layer, fresh, exact=True)
+
+    async def step(
+        self, chunks: Sequence[Chunk], abandoned: Callable[[], bool] | None = None
+    ) -> StepResult:
+        """Run the chunks through all layers.
+
+        `abandoned` is asked between layers; when it says true the step stops with `StepAbandoned`
+        and the chunks' sequences must be dropped.
+        """
+        n_rows = sum(len(chunk.token_ids) for chunk in chunks)
+        for chunk in chunks:
+            self.announce(chunk.token_ids)
+        errors: list[AprefetchError | None] = [None] * len(chunks)
+        owner = np.repeat(np.arange(len(chunks)), [len(chunk.token_ids) for chunk in chunks])
+        segment_cost = self._layer_bytes * n_rows
+        forward = self._model.forward(chunks)
+        start_ns = self._yielded_ns = time.perf_counter_ns()
+        demand: Demand | None = None
+        try:
+            while True:
+                segment_ns = time.perf_counter_ns()
+                call, logits = await self._compute(segment_cost, lambda: _advance(forward))
+                if self._tracer is not None:
+                    self._trace_segment(self._tracer, call, segment_ns)
+                if call is None:
+                    break
+                if not call.finishing:
+                    if abandoned is not None and abandoned():
+                        raise StepAbandoned
+                    demand = self._coordinator.demand(call.layer, call.experts)
+                    await self._guess(call)
+                    continue
+                assert demand is not None
+                await self._finish(call, demand)
+                for expert, error in demand.failed.items():
+                    for row in call.fail(expert):
+                        errors[owner[row]] = error
+                demand.close()
+                self._end_layer(call)
+        finally:
+            if demand is not None:
+                demand.close()
+            forward.close()
+            for layer, known in self._announced.items():
+                if known:
+                    known.clear()
+                    self._coordinator.end_layer(layer)
+        self._counters.steps += 1
+        if self._tracer is not None:
+            self._tracer.step(n_rows, start_ns, time.perf_counter_ns())
+        return StepResult(logits, errors)
+
+    def _trace_segment(self, tracer: Tracer, call: RoutedCall | None, start_ns: int) -> None:
+        """One stretch of dense compute: up to a router, the shared expert, or the head."""
+        if call is None:
+            layer, name = self._model.info.n_layers, "head"
+        else:
+            layer, name = call.layer, "shared" if call.finishing else "attention"
+        tracer.compute(layer, name, start_ns, time.perf_counter_ns(), ())
+
+    async def _guess(self, call: RoutedCall) -> None:
+        if self._lookahead is None:
+            return
+        self._lookahead.observe(call.layer, call.experts)
+        lookahead, layer, streams = self._lookahead, call.layer, call.streams
+        start_ns = time.perf_counter_ns()
+        guesses = await self._compute(
+            self._layer_bytes * call.n_rows // 8, lambda: lookahead.predict(layer, streams)
+        )
+        for target, experts in guesses:
+            self._coordinator.guess(target, experts)
+        if self._tracer is not None:
+            self._tracer.router(layer, start_ns, time.perf_counter_ns())
+
+    async def _finish(self, call: RoutedCall, demand: Demand) -> None:
+        """Run every expert of the call: those that are resident first, the others as they come."""
+        arena = self._coordinator.arena
+        cost = call.cost // max(1, len(call.experts))
+        leases = demand.take()
+        while leases or (leases := await demand.wait()):
+            start_ns = time.perf_counter_ns()
+            ready = leases
+            await self._compute(cost * len(ready), lambda: call.run(arena, ready))  # noqa: B023
+            if self._tracer is not None:
+                self._tracer.compute(
+                    call.layer,
+                    "experts",
+                    start_ns,
+                    time.perf_counter_ns(),
+                    [lease.expert for lease in leases],
+                )
+            demand.release(leases)
+            leases = demand.take()
+
+    def _end_layer(self, call: RoutedCall) -> None:
+        layer = call.layer
+        routed = self._counters.routed_calls
+        routed[layer] = routed.get(layer, 0) + call.n_rows * call.top_k
+        if layer in self._announced:
+            self._announced[layer].clear()
+        self._coordinator.end_layer(layer)
+
+    async def _compute(self, cost: int, fn: Callable[[], T]) -> T:
+        """Run `fn` here if it is short, else on the compute thread; let the loop turn at times."""
+        if not self._device.inline(cost):
+            result = await self._device.run(fn)
+            self._yielded_ns = time.perf_counter_ns()
+            return result
+        if time.perf_counter_ns() - self._yielded_ns > _YIELD_AFTER_NS:
+            await asyncio.sleep(0)
+            self._yielded_ns = time.perf_counter_ns()
+        return fn()
+
+
+def _advance(
+    forward: Generator[RoutedCall, None, list[Tensor | None]],
+) -> tuple[RoutedCall | None, list[Tensor | None]]:
+    """The next call, or None and the logits. (StopIteration must not cross a future.)"""
+    try:
+        return next(forward), []
+    except StopIteration as stop:
+        return None, stop.value

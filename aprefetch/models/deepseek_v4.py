@@ -1,0 +1,319 @@
+"""DeepSeek-V4 (GGUF architecture `deepseek4`).
+
+Residual state is S parallel streams, mixed by hyper-connections around every sublayer. Attention
+has one key/value head whose key and value are the same vector, a sliding window, and in most
+layers rows compressed from 4 or 128 tokens; ratio-4 layers pick rows by an indexer. The first
+layers choose experts by token id, the others by a biased sqrt-softplus router. The formulas follow
+llama.cpp's evaluation in float32 (no rounding of activations or caches).
+
+Next-token (MTP) blocks are recognised by `nextn_predict_layers` and left unread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from aprefetch.errors import SourceError
+from aprefetch.kernels.ops import Ops
+from aprefetch.models.base import Chunk, EarlyRouter, ModelInfo
+from aprefetch.models.deepseek_v4_args import (
+    ARCHITECTURE,
+    N_STREAMS,
+    DeepseekV4Args,
+    n_main_layers,
+)
+from aprefetch.models.deepseek_v4_attention import Attention, DeepseekV4State, Span
+from aprefetch.models.layers import FusedLinear, RotaryTable, yarn_frequencies
+from aprefetch.models.loading import DenseLoader, DenseSource
+from aprefetch.models.moe import RoutedCall
+from aprefetch.types import LayerLayout
+
+__all__ = ["ARCHITECTURE", "DeepseekV4", "DeepseekV4Args", "n_main_layers"]
+
+
+class _HyperConnection:
+    """The weights of one hyper-connection wrapper and the norm of its sublayer."""
+
+    def __init__(self, load: DenseLoader, prefix: str, norm: str, args: DeepseekV4Args) -> None:
+        n_mix = N_STREAMS * (N_STREAMS + 2)
+        width = N_STREAMS * args.hidden_size
+        self.fn = load.matrix(f"{prefix}_fn.weight", n_mix, width, "hyper-connections")
+        self.base = load.values(f"{prefix}_base.weight", (n_mix,), "hyper-connections")
+        self.scale = load.values(f"{prefix}_scale.weight", (3,), "hyper-connections")
+        self.norm = load.values(norm, (args.hidden_size,), "norms")
+        self._eps, self._hc_eps = args.rms_eps, args.hc_eps
+        self._n_iterations = args.sinkhorn_iterations
+
+    def enter(self, ops: Ops, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return ops.hc_enter(
+            streams,
+            self.fn,
+            self.scale,
+            self.base,
+            self.norm,
+            eps=self._eps,
+            hc_eps=self._hc_eps,
+            n_iterations=self._n_iterations,
+        )
+
+    def route_input(self, ops: Ops, streams: Tensor) -> Tensor:
+        return ops.hc_route_input(
+            streams, self.fn, self.scale, self.base, self.norm, eps=self._eps, hc_eps=self._hc_eps
+        )
+
+
+class _FeedForward:
+    """Router, shared expert, and the call for routed experts of one layer."""
+
+    def __init__(
+        self, load: DenseLoader, layer: int, args: DeepseekV4Args, layout: LayerLayout
+    ) -> None:
+        self._args, self.layer, self._layout = args, layer, layout
+        p, d = f"blk.{layer}.", args.hidden_size
+        self.router = load.matrix(p + "ffn_gate_inp.weight", args.n_experts, d, "routers")
+        self.bias: Tensor | None = None
+        self.table: npt.NDArray[np.int32] | None = None
+        if layer < args.n_hash_layers:
+            name = p + "ffn_gate_tid2eid.weight"
+            self.table = load.integers(
+                name, (args.vocab_size, args.num_experts_per_tok), "hash tables"
+            )
+            if self.table.min() < 0 or self.table.max() >= args.n_experts:
+                raise SourceError(f"tensor {name} names experts that do not exist", key=name)
+        else:
+            self.bias = load.values(p + "exp_probs_b.bias", (args.n_experts,), "routers")
+        width = args.expert_width * args.n_shared_experts
+        gate, up = (
+            load.matrix(f"{p}ffn_{role}_shexp.weight", width, d, "shared experts")
+            for role in ("gate", "up")
+        )
+        self.shared_inputs = FusedLinear([gate, up])
+        self.shared_down = load.matrix(p + "ffn_down_shexp.weight", d, width, "shared experts")
+
+    def scores(self, ops: Ops, v: Tensor) -> Tensor:
+        """What the router ranks experts by, `[T, E]`."""
+        return ops.early_scores(ops.linear(v, self.router), self.bias)
+
+    def route(self, ops: Ops, v: Tensor, token_ids: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Ids `[T, K]` and weights `[T, K]`."""
+        args, chosen = self._args, None
+        if self.table is not None:
+            chosen = torch.from_numpy(self.table[token_ids]).to(v.device)
+        return ops.route(
+            ops.linear(v, self.router),
+            self.bias,
+            chosen,
+            args.num_experts_per_tok,
+            normalise=args.normalise_weights,
+            scale=args.routed_scale,
+        )
+
+    def call(self, ops: Ops, v: Tensor, ids: Tensor, streams: Tensor) -> RoutedCall:
+        return RoutedCall(
+            layer=self.layer,
+            layout=self._layout,
+            ops=ops,
+            x=v,
+            ids=ids,
+            limit=self._args.routed_limits[self.layer],
+            streams=streams,
+        )
+
+    def shared(self, ops: Ops, v: Tensor) -> Tensor:
+        gate, up = self.shared_inputs(ops, v)
+        hidden = ops.swiglu(gate, up, self._args.shared_limits[self.layer])
+        return ops.linear(hidden, self.shared_down)
+
+
+class _Block:
+    def __init__(
+        self,
+        load: DenseLoader,
+        layer: int,
+        args: DeepseekV4Args,
+        layout: LayerLayout,
+        rope: RotaryTable,
+    ) -> None:
+        p = f"blk.{layer}."
+        self.hc_attn = _HyperConnection(load, p + "hc_attn", p + "attn_norm.weight", args)
+        self.attention = Attention(load, layer, args, rope)
+        self.hc_ffn = _HyperConnection(load, p + "hc_ffn", p + "ffn_norm.weight", args)
+        self.ffn = _FeedForward(load, layer, args, layout)
+
+
+class DeepseekV4:
+    """The loaded model; implements `aprefetch.models.base.Model`."""
+
+    def __init__(
+        self,
+        source: DenseSource,
+        layouts: Mapping[int, LayerLayout],
+        expert_tensors: frozenset[str],
+        ops: Ops,
+        device: torch.device,
+    ) -> None:
+        """Reads all dense tensors.
+
+        Raises:
+            SourceError: a key or tensor is missing, extra, or of another shape.
+            UnsupportedModelError: a tensor's type is not supported.
+            ReadError: the file could not be read.
+        """
+        args = DeepseekV4Args.from_metadata(source.metadata, source.tensors)
+        self.args, self._ops, self._device = args, ops, device
+        self._check_layouts(layouts)
+        unread = {name for name in source.tensors if _left_unread(name, args.n_layers)}
+        load = DenseLoader(source, device, unread | set(expert_tensors))
+        d, v = args.hidden_size, args.vocab_size
+        self.embedding = load.matrix("token_embd.weight", v, d, "embedding")
+        plain = RotaryTable(yarn_frequencies(args.rotary_dim, args.rope_base), device)
+        scaled = RotaryTable(
+            yarn_frequencies(
+                args.rotary_dim,
+                args.compress_rope_base,
+                factor=1.0 if args.rope_scaling == "none" else args.rope_factor,
+                original_context=args.rope_original_context,
+                beta_fast=args.rope_beta_fast,
+                beta_slow=args.rope_beta_slow,
+                ext_factor=args.rope_ext_factor,
+            ),
+            device,
+        )
+        self._plain_rope, self._scaled_rope = plain, scaled
+        self.blocks = [
+            _Block(load, i, args, layouts[i], scaled if args.ratios[i] else plain)
+            for i in range(args.n_layers)
+        ]
+        part, width = "head", N_STREAMS * d
+        self.head_fn = load.matrix("output_hc_fn.weight", N_STREAMS, width, part)
+        self.head_base = load.values("output_hc_base.weight", (N_STREAMS,), part)
+        self.head_scale = load.values("output_hc_scale.weight", (1,), part)
+        self.head_norm = load.values("output_norm.weight", (d,), "norms")
+        self.head = load.matrix("output.weight", v, d, part)
+        load.finish()
+        self.early_routers: Mapping[int, EarlyRouter] = {
+            i: self._early_router(block)
+            for i, block in enumerate(self.blocks)
+            if block.ffn.table is None
+        }
+        self.info = self._info(source, load)
+
+    def _check_layouts(self, layouts: Mapping[int, LayerLayout]) -> None:
+        args = self.args
+        for i in range(args.n_layers):
+            if i not in layouts:
+                raise SourceError(f"layer {i} has no routed experts", key=f"blk.{i}")
+            layout = layouts[i]
+            shapes = [(role.n_out, role.n_in) for role in layout.roles]
+            d, f = args.hidden_size, args.expert_width
+            if layout.n_experts != args.n_experts or shapes != [(f, d), (f, d), (d, f)]:
+                raise SourceError(
+                    f"experts of layer {i} are {layout.n_experts} x {shapes}, but the metadata "
+                    f"ask for {args.n_experts} x {[(f, d), (f, d), (d, f)]}",
+                    key=f"blk.{i}.ffn_gate_exps.weight",
+                )
+
+    def _info(self, source: DenseSource, load: DenseLoader) -> ModelInfo:
+        args = self.args
+        per_token = fixed = 0
+        for ratio in args.ratios:
+            width = args.head_dim + (args.index_dim if ratio == 4 else 0)
+            fixed += 2 * min(args.window, args.context_length) * args.head_dim * 4
+            if ratio:
+                per_token += width * 4 // ratio
+                fixed += 4 * ratio * (2 if ratio == 4 else 1) ** 2 * width * 4
+        return ModelInfo(
+            architecture=ARCHITECTURE,
+            name=str(source.metadata.get("general.name", "")),
+            n_layers=args.n_layers,
+            n_vocab=args.vocab_size,
+            context_length=args.context_length,
+            hidden_size=args.hidden_size,
+            n_experts=args.n_experts,
+            num_experts_per_tok=args.num_experts_per_tok,
+            routed_layers=tuple(range(args.n_layers)),
+            token_routed_layers=tuple(range(min(args.n_hash_layers, args.n_layers))),
+            dense_bytes=sum(load.bytes_by_part.values()),
+            dense_bytes_by_part=dict(load.bytes_by_part),
+            state_bytes_per_token=per_token,
+            state_bytes_fixed=fixed,
+        )
+
+    def _early_router(self, block: _Block) -> Callable[[Tensor], Tensor]:
+        ops = self._ops
+        return lambda streams: block.ffn.scores(ops, block.hc_ffn.route_input(ops, streams))
+
+    def new_state(self) -> DeepseekV4State:
+        """Empty caches for a new sequence."""
+        return DeepseekV4State([block.attention.new_state(self._device) for block in self.blocks])
+
+    def token_routed(
+        self, layer: int, token_ids: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int32] | None:
+        """Experts `[T, K]` of a hash-routed layer; None for layers with a router."""
+        table = self.blocks[layer].ffn.table
+        return None if table is None else table[token_ids]
+
+    def forward(self, chunks: Sequence[Chunk]) -> Generator[RoutedCall, None, list[Tensor | None]]:
+        """One step over a ragged batch; see `aprefetch.models.base.Model.forward`."""
+        ops, args = self._ops, self.args
+        token_ids = np.concatenate([chunk.token_ids for chunk in chunks])
+        spans, start = [], 0
+        for chunk in chunks:
+            assert isinstance(chunk.state, DeepseekV4State)
+            n = len(chunk.token_ids)
+            spans.append(Span(chunk.state, start, n, chunk.state.n_tokens))
+            start += n
+        runs = [(span.position, span.n) for span in spans]
+        plain, scaled = self._plain_rope.spans(runs), self._scaled_rope.spans(runs)
+        x = ops.embed(self.embedding, torch.from_numpy(token_ids).to(self._device))
+        streams = x[:, None, :].expand(-1, N_STREAMS, -1).contiguous()
+        for i, block in enumerate(self.blocks):
+            u, post, comb = block.hc_attn.enter(ops, streams)
+            y = block.attention(ops, u, spans, *(scaled if args.ratios[i] else plain))
+            streams = ops.hc_leave(y, streams, post, comb)
+            v, post, comb = block.hc_ffn.enter(ops, streams)
+            ids, weights = block.ffn.route(ops, v, token_ids)
+            call = block.ffn.call(ops, v, ids, streams)
+            yield call
+            shared = block.ffn.shared(ops, v)
+            call.finishing = True
+            yield call
+            y = call.total(weights) + shared
+            streams = ops.hc_leave(y, streams, post, comb)
+        for span in spans:
+            span.state.n_tokens += span.n
+        return self._logits(streams, chunks, spans)
+
+    def _logits(
+        self, streams: Tensor, chunks: Sequence[Chunk], spans: Sequence[Span]
+    ) -> list[Tensor | None]:
+        ops, args = self._ops, self.args
+        pieces = []
+        for chunk, span in zip(chunks, spans, strict=True):
+            stop = span.start + span.n
+            first = {"all": span.start, "last": stop - 1, "none": stop}[chunk.logits]
+            pieces.append(slice(first, stop))
+        wanted = torch.cat([streams[piece] for piece in pieces])
+        if not wanted.shape[0]:
+            return [None] * len(chunks)
+        h = ops.hc_collapse(
+            wanted, self.head_fn, self.head_scale, self.head_base,
+            eps=args.rms_eps, hc_eps=args.hc_eps,
+        )  # fmt: skip
+        logits = ops.linear(ops.rms_norm(h, self.head_norm, args.rms_eps), self.head)
+        sizes = [piece.stop - piece.start for piece in pieces]
+        return [part if part.shape[0] else None for part in logits.split(sizes)]
+
+
+def _left_unread(name: str, n_layers: int) -> bool:
+    """Known tensors that a text model has no use for: next-token blocks, image-token biases."""
+    if not name.startswith("blk."):
+        return False
+    index, _, rest = name[4:].partition(".")
+    return (index.isdigit() and int(index) >= n_layers) or rest == "exp_probs_b_vl.bias"

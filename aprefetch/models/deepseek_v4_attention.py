@@ -1,0 +1,273 @@
+"""Attention of DeepSeek-V4: sliding window, compressed rows, indexer, and their caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from aprefetch.kernels.ops import Ops
+from aprefetch.models.deepseek_v4_args import DeepseekV4Args
+from aprefetch.models.kv_cache import GrowingRows, SlidingRows
+from aprefetch.models.layers import FusedLinear, RotaryTable
+from aprefetch.models.loading import DenseLoader
+from aprefetch.quant.base import QuantTensor
+
+__all__ = ["Attention", "AttentionState", "DeepseekV4State", "Span"]
+
+
+class _CompressorState:
+    """Open and previous blocks of one sequence's compressor, and its finished rows."""
+
+    __slots__ = ("gate", "kv", "rows")
+
+    def __init__(self, ratio: int, factor: int, width: int, device: torch.device) -> None:
+        self.kv = SlidingRows(factor * width, factor * ratio, device)
+        self.gate = SlidingRows(factor * width, factor * ratio, device)
+        self.rows = GrowingRows(width, device)
+
+    @property
+    def n_bytes(self) -> int:
+        return self.kv.n_bytes + self.gate.n_bytes + self.rows.n_bytes
+
+
+class _Compressor:
+    """Pools `ratio` tokens (ratio 4: overlapping pairs of blocks) into one row."""
+
+    def __init__(
+        self, load: DenseLoader, prefix: str, ratio: int, width: int, args: DeepseekV4Args
+    ) -> None:
+        self.ratio, self.width = ratio, width
+        self.factor = 2 if ratio == 4 else 1
+        n = self.factor * width
+        part = "compressors"
+        self.inputs = [
+            load.matrix(f"{prefix}_{role}.weight", n, args.hidden_size, part)
+            for role in ("kv", "gate")
+        ]
+        self.ape = load.values(f"{prefix}_ape.weight", (ratio, n), part)
+        self.norm = load.values(f"{prefix}_norm.weight", (width,), part)
+        self._eps = args.rms_eps
+
+    def take_inputs(self) -> list[QuantTensor]:
+        """The weights that make kv and gate of the layer's input; the caller keeps them."""
+        taken, self.inputs = self.inputs, []
+        return taken
+
+    def new_state(self, device: torch.device) -> _CompressorState:
+        return _CompressorState(self.ratio, self.factor, self.width, device)
+
+    def append(
+        self,
+        ops: Ops,
+        state: _CompressorState,
+        kv: Tensor,
+        gate: Tensor,
+        position: int,
+        rope: RotaryTable,
+    ) -> None:
+        """Take tokens `position ...`; rows whose last token is among them are finished."""
+        n, ratio = kv.shape[0], self.ratio
+        if n == 1:
+            gate = gate + self.ape[position % ratio]
+        else:
+            gate = gate + self.ape[torch.arange(position, position + n) % ratio]
+        state.kv.append(kv)
+        state.gate.append(gate)
+        done = state.rows.n_rows
+        n_new = (position + n) // ratio - done
+        if n_new == 0:
+            return
+        cos, sin = rope.span(done * ratio, n_new, ratio)
+        rows = ops.compress(
+            state.kv.view(),
+            state.gate.view(),
+            done * ratio - state.kv.first_position,
+            n_new,
+            ratio,
+            done > 0,
+            self.norm,
+            cos,
+            sin,
+            self._eps,
+        )
+        state.rows.append(rows)
+
+
+class AttentionState:
+    __slots__ = ("compressed", "index", "window")
+
+    def __init__(
+        self,
+        window: SlidingRows,
+        compressed: _CompressorState | None,
+        index: _CompressorState | None,
+    ) -> None:
+        self.window, self.compressed, self.index = window, compressed, index
+
+    @property
+    def n_bytes(self) -> int:
+        parts = (self.window, self.compressed, self.index)
+        return sum(part.n_bytes for part in parts if part is not None)
+
+
+class DeepseekV4State:
+    """Caches of one sequence: per layer a window, compressor blocks, finished rows."""
+
+    __slots__ = ("layers", "n_tokens")
+
+    def __init__(self, layers: list[AttentionState]) -> None:
+        self.layers = layers
+        self.n_tokens = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held by the caches."""
+        return sum(layer.n_bytes for layer in self.layers)
+
+
+@dataclass(slots=True)
+class Span:
+    """Rows `start .. start + n` of a step belong to one sequence, from `position` on."""
+
+    state: DeepseekV4State
+    start: int
+    n: int
+    position: int
+
+
+class Attention:
+    """Window, compressed rows and indexer of one layer."""
+
+    def __init__(
+        self, load: DenseLoader, layer: int, args: DeepseekV4Args, rope: RotaryTable
+    ) -> None:
+        self._args, self.layer, self.ratio = args, layer, args.ratios[layer]
+        self.rope = rope
+        p, d, part = f"blk.{layer}.", args.hidden_size, "attention"
+        width = args.n_heads * args.head_dim
+        q_a = load.matrix(p + "attn_q_a.weight", args.q_lora_rank, d, part)
+        kv = load.matrix(p + "attn_kv.weight", args.head_dim, d, part)
+        self.q_a_norm = load.values(p + "attn_q_a_norm.weight", (args.q_lora_rank,), "norms")
+        self.kv_norm = load.values(p + "attn_kv_a_norm.weight", (args.head_dim,), "norms")
+        q_b = load.matrix(p + "attn_q_b.weight", width, args.q_lora_rank, part)
+        o_rank = args.o_groups * args.o_lora_rank
+        self.o_a = load.matrix(p + "attn_output_a.weight", o_rank, width // args.o_groups, part)
+        self.o_b = load.matrix(p + "attn_output_b.weight", d, o_rank, part)
+        self.sinks = load.values(p + "attn_sinks.weight", (args.n_heads,), part)
+        self.compressor = self.index_compressor = None
+        # Everything that reads the sublayer's input; stacked below, so only there kept.
+        inputs = [q_a, kv]
+        if self.ratio:
+            self.compressor = _Compressor(
+                load, p + "attn_compressor", self.ratio, args.head_dim, args
+            )
+            inputs += self.compressor.take_inputs()
+        if self.ratio == 4:
+            self.index_compressor = _Compressor(
+                load, p + "indexer_compressor", 4, args.index_dim, args
+            )
+            inputs += self.index_compressor.take_inputs()
+            self.index_q = load.matrix(
+                p + "indexer.attn_q_b.weight",
+                args.index_heads * args.index_dim,
+                args.q_lora_rank,
+                "indexer",
+            )
+            self.index_weights = load.matrix(
+                p + "indexer.proj.weight", args.index_heads, d, "indexer"
+            )
+        self.inputs = FusedLinear(inputs)
+        self.q_b = q_b
+        self._scale = args.head_dim**-0.5
+
+    def new_state(self, device: torch.device) -> AttentionState:
+        keep = min(self._args.window, self._args.context_length)
+        return AttentionState(
+            SlidingRows(self._args.head_dim, keep, device),
+            self.compressor.new_state(device) if self.compressor else None,
+            self.index_compressor.new_state(device) if self.index_compressor else None,
+        )
+
+    def __call__(
+        self, ops: Ops, u: Tensor, spans: Sequence[Span], cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """`u [T, D]` normed inputs -> `[T, D]`; sequences' states take the new tokens."""
+        args, n_rows = self._args, u.shape[0]
+        q_low, k, *extra = self.inputs(ops, u)
+        q_low = ops.rms_norm(q_low, self.q_a_norm, args.rms_eps)
+        q = ops.linear(q_low, self.q_b).view(n_rows, args.n_heads, args.head_dim)
+        q = ops.rope_(ops.rms_norm(q, None, args.rms_eps), cos, sin)
+        k = ops.rms_norm(k, self.kv_norm, args.rms_eps)
+        k = ops.rope_(k.view(n_rows, 1, -1), cos, sin).view(n_rows, -1)
+        outputs = []
+        for span in spans:
+            rows = slice(span.start, span.start + span.n)
+            state = span.state.layers[self.layer]
+            outputs.append(
+                self._attend(
+                    ops, span, state, q[rows], k[rows], [e[rows] for e in extra], u[rows],
+                    q_low[rows],
+                )
+            )  # fmt: skip
+        o = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        o = ops.rope_(o, cos, sin, inverse=True).view(n_rows, args.o_groups, -1)
+        return ops.linear(ops.grouped_linear(o, self.o_a), self.o_b)
+
+    def _attend(
+        self,
+        ops: Ops,
+        span: Span,
+        state: AttentionState,
+        q: Tensor,
+        k: Tensor,
+        extra: list[Tensor],
+        u: Tensor,
+        q_low: Tensor,
+    ) -> Tensor:
+        state.window.append(k)
+        rows = n_visible = selected = None
+        if self.compressor is not None and state.compressed is not None:
+            self.compressor.append(
+                ops, state.compressed, extra[0], extra[1], span.position, self.rope
+            )
+            if state.compressed.rows.n_rows:
+                rows = state.compressed.rows.view()
+                ends = torch.arange(span.position + 1, span.position + span.n + 1)
+                n_visible = (ends // self.ratio).to(dtype=torch.int32, device=q.device)
+        if self.index_compressor is not None and state.index is not None:
+            self.index_compressor.append(
+                ops, state.index, extra[2], extra[3], span.position, self.rope
+            )
+            # With few rows the indexer keeps them all, so its scores are not needed.
+            if state.index.rows.n_rows > self._args.index_topk and n_visible is not None:
+                selected = self._select(ops, span, state.index, u, q_low, n_visible)
+        return ops.attend(
+            q,
+            state.window.view(),
+            state.window.first_position,
+            span.position,
+            self._args.window,
+            rows,
+            n_visible,
+            selected,
+            self.sinks,
+            self._scale,
+        )
+
+    def _select(
+        self,
+        ops: Ops,
+        span: Span,
+        index: _CompressorState,
+        u: Tensor,
+        q_low: Tensor,
+        n_visible: Tensor,
+    ) -> Tensor:
+        args = self._args
+        q = ops.linear(q_low, self.index_q).view(-1, args.index_heads, args.index_dim)
+        ops.rope_(q, *self.rope.span(span.position, span.n))
+        weights = ops.linear(u, self.index_weights) * (args.index_heads * args.index_dim) ** -0.5
+        return ops.index_topk(q, weights, index.rows.view(), n_visible, args.index_topk)

@@ -1,0 +1,86 @@
+"""Row stores that sequence states are made of. Rows are float32; positions are absolute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["GrowingRows", "SlidingRows"]
+
+_FIRST_CAPACITY_ROWS = 32
+
+
+class GrowingRows:
+    """Rows that are kept for the whole sequence; capacity doubles."""
+
+    __slots__ = ("_buffer", "n_rows")
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._buffer = torch.empty((0, width), device=device)
+        self.n_rows = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held, spare capacity included."""
+        return self._buffer.numel() * 4
+
+    def append(self, rows: Tensor) -> None:
+        """Add `rows [n, width]` at the end."""
+        stop = self.n_rows + rows.shape[0]
+        if stop > self._buffer.shape[0]:
+            capacity = max(_FIRST_CAPACITY_ROWS, stop, 2 * self._buffer.shape[0])
+            grown = rows.new_empty((capacity, rows.shape[1]))
+            grown[: self.n_rows] = self._buffer[: self.n_rows]
+            self._buffer = grown
+        self._buffer[self.n_rows : stop] = rows
+        self.n_rows = stop
+
+    def view(self) -> Tensor:
+        """All rows, `[n_rows, width]`, without a copy; valid until the next append."""
+        return self._buffer[: self.n_rows]
+
+
+class SlidingRows:
+    """At least the last `keep` rows of a sequence, with the absolute position of the first.
+
+    Rows older than `keep` before the newest may stay for a while; readers mask by position.
+    """
+
+    __slots__ = ("_buffer", "_keep", "_start", "_stop", "first_position")
+
+    def __init__(self, width: int, keep: int, device: torch.device) -> None:
+        self._keep = keep
+        self._buffer = torch.empty((0, width), device=device)
+        self._start = self._stop = 0
+        self.first_position = 0
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes held, spare capacity included."""
+        return self._buffer.numel() * 4
+
+    def append(self, rows: Tensor) -> None:
+        """Add `rows [n, width]`, the next positions; older ones may be dropped before."""
+        n = rows.shape[0]
+        if self._stop + n > self._buffer.shape[0]:
+            self._make_room(n)
+        self._buffer[self._stop : self._stop + n] = rows
+        self._stop += n
+
+    def _make_room(self, n: int) -> None:
+        held = self._stop - self._start
+        kept = min(held, self._keep)
+        tail = self._buffer[self._stop - kept : self._stop]
+        # Twice what is kept makes the moving of old rows rare in decode; a buffer that a long
+        # prefill chunk blew up shrinks again.
+        capacity = max(min(2 * self._keep, 2 * (kept + n)), kept + n)
+        buffer = self._buffer
+        if buffer.shape[0] < capacity or buffer.shape[0] > 4 * max(capacity, 2 * self._keep):
+            buffer = tail.new_empty((capacity, tail.shape[1]))
+        buffer[:kept] = tail.clone() if buffer is self._buffer else tail
+        self.first_position += held - kept
+        self._buffer, self._start, self._stop = buffer, 0, kept
+
+    def view(self) -> Tensor:
+        """The rows held, `[n, width]`, from `first_position` on; valid until the next append."""
+        return self._buffer[self._start : self._stop]

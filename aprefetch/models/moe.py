@@ -1,0 +1,132 @@
+"""One layer's call for routed experts.
+
+The outputs of all (row, expert) pairs land in rows of their own and are summed afterwards in
+ascending expert order. Which experts run first, in how many waves, or beside which others, cannot
+change a bit of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from aprefetch.kernels.ops import Ops
+from aprefetch.types import LayerLayout
+
+__all__ = ["ExpertLease", "RoutedCall"]
+
+
+class ExpertLease(Protocol):
+    """An expert that may be used now: it lies at byte `offset` of the arena."""
+
+    @property
+    def expert(self) -> int: ...
+    @property
+    def offset(self) -> int: ...
+
+
+class RoutedCall:
+    """Experts wanted by one layer of one step, and the place where their outputs gather.
+
+    Yielded twice by `Model.forward`: first with `finishing` false (place the demand, start reads,
+    guess ahead), then with `finishing` true (every expert has to be run before resuming).
+    """
+
+    __slots__ = (
+        "_all_rows",
+        "_order",
+        "_starts",
+        "experts",
+        "finishing",
+        "ids",
+        "layer",
+        "layout",
+        "limit",
+        "n_rows",
+        "ops",
+        "parts",
+        "streams",
+        "top_k",
+        "x",
+    )
+
+    def __init__(
+        self,
+        *,
+        layer: int,
+        layout: LayerLayout,
+        ops: Ops,
+        x: Tensor,
+        ids: Tensor,
+        limit: float,
+        streams: Tensor,
+    ) -> None:
+        """`x [T, D]` inputs, `ids [T, K]` int32 ascending in rows, `streams` for the lookahead."""
+        self.layer = layer
+        self.layout = layout
+        self.ops = ops
+        self.x = x
+        self.limit = limit
+        self.streams = streams
+        self.finishing = False
+        self.ids: npt.NDArray[np.int32] = ids.cpu().numpy()
+        self.n_rows, self.top_k = self.ids.shape
+        flat = self.ids.ravel()
+        if self.n_rows == 1 and (np.diff(flat) > 0).all():
+            self.experts: list[int] = flat.tolist()
+            order = np.arange(self.top_k)
+            self._starts = list(range(self.top_k + 1))
+        else:
+            order = np.argsort(flat, kind="stable")
+            experts, starts = np.unique(flat[order], return_index=True)
+            self.experts = experts.tolist()
+            self._starts = [*starts.tolist(), flat.size]
+        self._order: Tensor = torch.from_numpy(order).to(x.device)
+        self._all_rows: Tensor = self._order // self.top_k
+        n_out = layout.roles[-1].n_out
+        self.parts: Tensor = ops.new(self.n_rows * self.top_k, n_out)
+
+    @property
+    def cost(self) -> int:
+        """Weight bytes times rows of running all experts; for `Device.inline`."""
+        return self.layout.payload_bytes * self.n_rows * self.top_k
+
+    def run(self, arena: Tensor, leases: Sequence[ExpertLease]) -> None:
+        """Compute the leased experts for all their rows, into `parts`."""
+        if not leases:
+            return
+        if [lease.expert for lease in leases] == self.experts:
+            offsets = [lease.offset for lease in leases]
+            starts, rows, order = self._starts, self._all_rows, self._order
+        else:
+            index = {expert: i for i, expert in enumerate(self.experts)}
+            spans = [self._span(index[lease.expert]) for lease in leases]
+            offsets = [lease.offset for lease in leases]
+            starts = np.cumsum([0, *(stop - start for start, stop in spans)]).tolist()
+            order = torch.cat([self._order[start:stop] for start, stop in spans])
+            rows = order // self.top_k
+        self.ops.experts(
+            self.x, arena, offsets, self.layout, starts, rows, self.limit, self.parts, order
+        )
+
+    def _span(self, index: int) -> tuple[int, int]:
+        return self._starts[index], self._starts[index + 1]
+
+    def rows_of(self, expert: int) -> npt.NDArray[np.int64]:
+        """Rows of the step that picked `expert`."""
+        return np.flatnonzero((self.ids == expert).any(axis=1))
+
+    def fail(self, expert: int) -> npt.NDArray[np.int64]:
+        """Put zeros for an expert that cannot be read; returns the rows it spoils."""
+        start, stop = self._span(self.experts.index(expert))
+        self.parts[self._order[start:stop]] = 0.0
+        return self.rows_of(expert)
+
+    def total(self, weights: Tensor) -> Tensor:
+        """The weighted sum over each row's experts, `[T, n_out]`, in ascending expert order."""
+        return self.ops.sum_experts(self.parts.view(self.n_rows, self.top_k, -1), weights)
