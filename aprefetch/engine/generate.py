@@ -1,0 +1,218 @@
+"""The engine's loop: admit, step, sample, again.
+
+One task runs `Engine.run`; it alone calls the step driver and ends requests. A request's error goes
+to that request. Only an exception that is none of ours leaves the loop: then all requests get
+`RuntimeFailedError` and the runtime is over. Requests are cancelled between steps, or in the midst
+of a step that has only cancelled ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from aprefetch.device.base import Device
+from aprefetch.engine.request import GenerateRequest, Request, ScoreRequest
+from aprefetch.engine.scheduler import Scheduler
+from aprefetch.engine.step import StepAbandoned, StepRunner
+from aprefetch.errors import AprefetchError, RuntimeClosedError, RuntimeFailedError
+from aprefetch.models.base import SequenceState
+from aprefetch.stats import Counters
+from aprefetch.trace import Tracer
+
+__all__ = ["Engine"]
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+_SAMPLE_PASSES = 16  # passes over a row of logits that sampling takes, for `Device.inline`
+_SCORE_PASSES = 8
+
+
+class _StateMaker(Protocol):
+    def new_state(self) -> SequenceState: ...
+
+
+class Engine:
+    """Runs requests on one model.
+
+    Args:
+        model: makes the states of sequences.
+        runner: runs steps of that model.
+        device: decides where sampling runs.
+        scheduler: an empty one.
+        chunk_tokens: most prompt tokens of one sequence in a step.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: _StateMaker,
+        runner: StepRunner,
+        device: Device,
+        scheduler: Scheduler,
+        chunk_tokens: int,
+        counters: Counters,
+        tracer: Tracer | None = None,
+    ) -> None:
+        self._model = model
+        self._runner = runner
+        self._device = device
+        self._scheduler = scheduler
+        self._chunk_tokens = chunk_tokens
+        self._counters = counters
+        self._tracer = tracer
+        self._wake = asyncio.Event()
+        self._stopping = False
+        self._closed: Callable[[], BaseException] | None = None
+
+    @property
+    def n_requests(self) -> int:
+        """Requests that are not over."""
+        return len(self._scheduler.all())
+
+    def submit(self, request: Request) -> None:
+        """Take a request; it runs as soon as there is room.
+
+        Raises:
+            RuntimeStateError: the engine has stopped.
+        """
+        if self._closed is not None:
+            raise self._closed()
+        if self._stopping:
+            raise RuntimeClosedError("the runtime is closing")
+        if isinstance(request, GenerateRequest):
+            request.feed.on_room = self._wake.set
+        self._scheduler.add(request)
+        self._wake.set()
+
+    def cancel(self, request: Request) -> None:
+        """Have a request ended as soon as no step uses it."""
+        request.cancelled = True
+        self._wake.set()
+
+    def stop(self) -> None:
+        """Have the loop end; requests that are not over get `RuntimeClosedError`."""
+        self._stopping = True
+        self._wake.set()
+
+    async def run(self) -> None:
+        """The loop. Ends after `stop`; raises only what breaks an invariant."""
+        try:
+            while not self._stopping:
+                for request in self._scheduler.cancelled():
+                    self._end(request)
+                for request in self._scheduler.admit():
+                    request.state = self._model.new_state()
+                    request.admitted_ns = time.perf_counter_ns()
+                self._wake.clear()
+                batch = self._scheduler.next_step()
+                if batch:
+                    await self._step(batch)
+                    await asyncio.sleep(0)  # consumers' turn, even if nothing above had to wait
+                else:
+                    await self._wake.wait()
+        except Exception as error:
+            log.error("the engine failed: %s", error)
+            cause = error
+            self._close(lambda: _failed(cause))
+            raise
+        finally:
+            self._close(lambda: RuntimeClosedError("the runtime was closed"))
+
+    def _close(self, reason: Callable[[], BaseException]) -> None:
+        if self._closed is None:
+            self._closed = reason
+        for request in self._scheduler.all():
+            self._end(request, None if request.cancelled else self._closed())
+
+    def _end(self, request: Request, error: BaseException | None = None) -> None:
+        self._scheduler.remove(request)
+        request.finish(error)
+        if self._tracer is not None:
+            outcome = type(error).__name__ if error is not None else "cancelled"
+            if isinstance(request, GenerateRequest) and error is None:
+                outcome = str(request.finish_reason)
+            elif isinstance(request, ScoreRequest) and not request.prefilling:
+                outcome = "scored"
+            now_ns = time.perf_counter_ns()
+            self._tracer.request(request.number, request.arrived_ns, now_ns, outcome)
+
+    async def _step(self, batch: Sequence[Request]) -> None:
+        chunks = [request.next_chunk(self._chunk_tokens) for request in batch]
+        try:
+            result = await self._runner.step(
+                chunks, lambda: self._stopping or all(request.cancelled for request in batch)
+            )
+        except StepAbandoned:
+            for request in batch:
+                if request.cancelled:
+                    self._end(request)
+            return
+        except AprefetchError as error:  # not one chunk's fault: the states are half way
+            for request in batch:
+                self._end(request, None if request.cancelled else error)
+            return
+        sampled: list[int] = []
+        for request, chunk, logits, failure in zip(
+            batch, chunks, result.logits, result.errors, strict=True
+        ):
+            if request.cancelled or failure is not None:
+                self._end(request, None if request.cancelled else failure)
+                continue
+            try:
+                await self._advance(request, len(chunk.token_ids), logits, sampled)
+            except AprefetchError as error:
+                self._end(request, error)
+        if sampled:
+            self._runner.announce(np.asarray(sampled, dtype=np.int64))
+
+    async def _advance(
+        self, request: Request, n_tokens: int, logits: Tensor | None, sampled: list[int]
+    ) -> None:
+        """Take one chunk's result; adds a token that will be run next to `sampled`."""
+        first = request.n_run
+        if request.prefilling:
+            request.n_run += n_tokens
+            self._counters.prompt_tokens += n_tokens
+        if logits is None:
+            return
+        cost = logits.numel() * logits.element_size()
+        if isinstance(request, ScoreRequest):
+            scored = request
+            await self._compute(cost * _SCORE_PASSES, lambda: scored.accept(first, logits))
+            if request.progress is not None:
+                request.progress(request.n_run, request.n_prompt)
+            if not request.prefilling:
+                self._end(request)
+            return
+        assert isinstance(request, GenerateRequest)
+        generating = request
+        sample = await self._compute(
+            cost * _SAMPLE_PASSES, lambda: generating.sampler.sample(logits[-1])
+        )
+        if not request.output_ids and self._tracer is not None:
+            self._tracer.event("first token", request.number)
+        self._counters.output_tokens += 1
+        token = request.accept(sample)
+        if token is None:
+            self._end(request)
+        else:
+            sampled.append(token)
+
+    async def _compute(self, cost: int, fn: Callable[[], T]) -> T:
+        return fn() if self._device.inline(cost) else await self._device.run(fn)
+
+
+def _failed(cause: BaseException) -> RuntimeFailedError:
+    error = RuntimeFailedError(
+        f"the runtime failed and must be opened anew: {type(cause).__name__}: {cause}"
+    )
+    error.__cause__ = cause
+    return error
