@@ -6,20 +6,12 @@ blocking threads do not hold up the event loop.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from aprefetch.types import ALIGNMENT
-
-__all__ = ["FileStatus", "Files", "PosixFiles", "direct_alignment"]
-
-_STATX_DIOALIGN = 0x2000
-_STATX_STRUCT_BYTES = 256
-_STATX_MEMORY_ALIGN_AT = 0x98  # u32 stx_dio_mem_align, then u32 stx_dio_offset_align
-_AT_FDCWD = -100
+__all__ = ["FileStatus", "Files", "PosixFiles"]
 
 
 class FileStatus(NamedTuple):
@@ -67,23 +59,3 @@ class PosixFiles:
 
     def close(self, fd: int) -> None:
         os.close(fd)
-
-
-def direct_alignment(path: str | Path) -> int:
-    """Bytes to which direct reads of `path` must be aligned: what `statx` reports, at least 4096.
-
-    4096 where the system does not say, or where the file cannot be looked at.
-    """
-    statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
-    if statx is None:
-        return ALIGNMENT
-    answer = ctypes.create_string_buffer(_STATX_STRUCT_BYTES)
-    if statx(_AT_FDCWD, os.fsencode(path), 0, ctypes.c_uint(_STATX_DIOALIGN), answer) != 0:
-        return ALIGNMENT
-    mask = int.from_bytes(answer.raw[:4], "little")
-    if not mask & _STATX_DIOALIGN:
-        return ALIGNMENT
-    at = _STATX_MEMORY_ALIGN_AT
-    memory = int.from_bytes(answer.raw[at : at + 4], "little")
-    offset = int.from_bytes(answer.raw[at + 4 : at + 8], "little")
-    return max(ALIGNMENT, memory, offset)

@@ -1,0 +1,450 @@
+"""Options of a runtime: grouped, frozen, checked as a whole.
+
+Precedence, highest first: keyword, config object, environment (`APREFETCH_*`), default. A field of
+a config object that equals its default counts as not given. The environment is read in
+`RuntimeConfig.build` only, never at import. Every wrong option of a call is reported in one
+`ConfigError`.
+
+Every option has one flat name, as used by keywords and, in capitals after `APREFETCH_`, by the
+environment: `vram_budget` is `MemoryConfig.vram_budget` and `APREFETCH_VRAM_BUDGET`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple, Self, get_args
+
+from aprefetch.errors import ConfigError
+from aprefetch.types import ALIGNMENT
+
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "CachePolicy",
+    "LookaheadConfig",
+    "MemoryConfig",
+    "ReaderConfig",
+    "RuntimeConfig",
+    "Size",
+    "TraceConfig",
+    "parse_bytes",
+]
+
+_log = logging.getLogger(__name__)
+
+ENVIRONMENT_PREFIX = "APREFETCH_"
+
+Size = int | str
+"""Bytes, or text such as "20GiB", "512 MiB", "1.5GB"; where noted also "auto"."""
+
+CachePolicy = Literal["lfu", "lru"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+KernelsName = Literal["auto", "fast", "reference"]
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: Size) -> int:
+    """A size in bytes.
+
+    Args:
+        value: Bytes, or a number with a unit: B, kB, MB, GB, TB are powers of 1000; KiB, MiB, GiB,
+            TiB and the bare letters K, M, G, T are powers of 1024. Case does not matter.
+
+    Raises:
+        ConfigError: Not a size, or negative.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 0:
+            raise ConfigError(f"{value} is negative; a size is at least 0 bytes")
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2].lower() not in _UNITS:
+        raise ConfigError(
+            f"{value!r} is not a size; write bytes or e.g. '20GiB', '512MiB', '1.5GB'"
+        )
+    number, unit = match[1].replace("_", ""), _UNITS[match[2].lower()]
+    return int(number) * unit if "." not in number else round(float(number) * unit)
+
+
+class _Checks:
+    """Collects what is wrong with a group of options."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def whole(self, name: str, value: Any, low: int, high: int | None = None) -> None:
+        """`value` must be an integer of `low` to `high`."""
+        if type(value) is not int:
+            self.problems.append(f"{name} must be a whole number, got {value!r}")
+        elif value < low or (high is not None and value > high):
+            wanted = f"at least {low}" if high is None else f"between {low} and {high}"
+            self.problems.append(f"{name} must be {wanted}, got {value}")
+
+    def size(self, name: str, value: Any) -> Any:
+        """`value` as bytes; "auto" and what cannot be parsed stay as they are."""
+        if value == "auto":
+            return value
+        try:
+            return parse_bytes(value)
+        except ConfigError as error:
+            self.problems.append(f"{name}: {error}")
+            return value
+
+    def flag(self, name: str, value: Any) -> None:
+        """`value` must be a bool."""
+        if not isinstance(value, bool):
+            self.problems.append(f"{name} must be True or False, got {value!r}")
+
+    def one_of(self, name: str, value: Any, choices: tuple[Any, ...]) -> None:
+        """`value` must be one of `choices`."""
+        if value not in choices:
+            names = ", ".join(map(repr, choices))
+            self.problems.append(f"{name} must be one of {names}, got {value!r}")
+
+    def finish(self) -> None:
+        """Raise what was collected."""
+        if self.problems:
+            raise ConfigError(self.problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryConfig:
+    """Byte budgets of the tiers, and the context.
+
+    Args:
+        vram_budget: Device slots for experts; "auto" takes what is sensible on the device.
+        ram_budget: Landing slots and the RAM tier; "auto" as above.
+        context_tokens: Most tokens of one sequence; None is the model's own limit.
+
+    Sizes are bytes or "auto" once the object exists.
+    """
+
+    vram_budget: Size = "auto"
+    ram_budget: Size = "auto"
+    context_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        checks = _Checks()
+        for name in ("vram_budget", "ram_budget"):
+            object.__setattr__(self, name, checks.size(name, getattr(self, name)))
+        if self.context_tokens is not None:
+            checks.whole("context_tokens", self.context_tokens, 1)
+        checks.finish()
+
+    @property
+    def vram_bytes(self) -> int | None:
+        """`vram_budget` in bytes; None where it is to be chosen."""
+        return None if isinstance(self.vram_budget, str) else self.vram_budget
+
+    @property
+    def ram_bytes(self) -> int | None:
+        """`ram_budget` in bytes; None where it is to be chosen."""
+        return None if isinstance(self.ram_budget, str) else self.ram_budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderConfig:
+    """How files are read.
+
+    Args:
+        queue_depth: Reads in flight at most, 1 to 64.
+        strict_direct: Refuse file systems without direct reads, rather than read buffered.
+        slice_bytes: Cut longer reads into pieces of this size; None reads each whole.
+        alignment: Bytes, a power of two from 512; None asks the file system.
+        retries: How often a read that failed for a passing reason is tried again, 0 to 100.
+    """
+
+    queue_depth: int = 8
+    strict_direct: bool = False
+    slice_bytes: Size | None = None
+    alignment: Size | None = None
+    retries: int = 2
+
+    def __post_init__(self) -> None:
+        checks = _Checks()
+        checks.whole("queue_depth", self.queue_depth, 1, 64)
+        checks.flag("strict_direct", self.strict_direct)
+        checks.whole("retries", self.retries, 0, 100)
+        for name, low in (("slice_bytes", ALIGNMENT), ("alignment", 512)):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            value = checks.size(name, value)
+            object.__setattr__(self, name, value)
+            if value == "auto":
+                checks.problems.append(f"{name} is a size or None, got 'auto'")
+            elif type(value) is int and value < low:
+                checks.problems.append(f"{name} must be at least {low}, got {value}")
+            elif name == "alignment" and type(value) is int and value & (value - 1):
+                checks.problems.append(f"alignment must be a power of two, got {value}")
+        checks.finish()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookaheadConfig:
+    """Guesses about the experts of the next layers.
+
+    Args:
+        mode: "off" evaluates no early router and issues no guess.
+        depth: How many layers ahead, 0 to 8; 0 is off.
+        width: Experts guessed per row; None is the layer's own top-k.
+        max_experts: Most experts guessed per layer over all rows; None is twice the width for one
+            row, growing slowly with the rows.
+        max_rows: Rows whose scores are looked at; of longer chunks only some rows are.
+    """
+
+    mode: Literal["on", "off"] = "on"
+    depth: int = 1
+    width: int | None = None
+    max_experts: int | None = None
+    max_rows: int = 64
+
+    def __post_init__(self) -> None:
+        checks = _Checks()
+        checks.one_of("lookahead", self.mode, ("on", "off"))
+        checks.whole("lookahead_depth", self.depth, 0, 8)
+        if self.width is not None:
+            checks.whole("lookahead_width", self.width, 1)
+        if self.max_experts is not None:
+            checks.whole("lookahead_max_experts", self.max_experts, 1)
+        checks.whole("lookahead_max_rows", self.max_rows, 1)
+        checks.finish()
+
+    @property
+    def is_on(self) -> bool:
+        """May any guess be made?"""
+        return self.mode == "on" and self.depth > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceConfig:
+    """Recording of spans for `export_trace`; at most `max_events`, the oldest are dropped."""
+
+    enabled: bool = False
+    max_events: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        checks = _Checks()
+        checks.flag("trace", self.enabled)
+        checks.whole("trace_max_events", self.max_events, 1)
+        checks.finish()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    """All options of a runtime.
+
+    Args:
+        device: Where compute and device slots live.
+        kernels: "fast" needs the compiled kernels, "reference" is plain torch.
+        n_threads: Compute threads; None uses the cores that this process may use.
+        chunk_tokens: Most tokens of one sequence in one step of prefill.
+        max_requests: Most requests that are stepped together; others wait.
+        cache_policy: Which expert leaves a full tier first.
+    """
+
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    reader: ReaderConfig = field(default_factory=ReaderConfig)
+    lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
+    trace: TraceConfig = field(default_factory=TraceConfig)
+    device: DeviceName = "auto"
+    kernels: KernelsName = "auto"
+    n_threads: int | None = None
+    chunk_tokens: int = 512
+    max_requests: int = 16
+    cache_policy: CachePolicy = "lfu"
+
+    def __post_init__(self) -> None:
+        checks = _Checks()
+        for name, kind in _GROUPS.items():
+            if not isinstance(getattr(self, name), kind):
+                checks.problems.append(f"{name} must be a {kind.__name__}")
+        checks.one_of("device", self.device, get_args(DeviceName))
+        checks.one_of("kernels", self.kernels, get_args(KernelsName))
+        checks.one_of("cache_policy", self.cache_policy, get_args(CachePolicy))
+        if self.n_threads is not None:
+            checks.whole("n_threads", self.n_threads, 1, 1024)
+        checks.whole("chunk_tokens", self.chunk_tokens, 1)
+        checks.whole("max_requests", self.max_requests, 1)
+        checks.finish()
+
+    @classmethod
+    def build(
+        cls,
+        config: RuntimeConfig | None = None,
+        env: Mapping[str, str] | None = None,
+        **keywords: Any,
+    ) -> Self:
+        """Merge keywords, a config object and the environment.
+
+        Args:
+            config: Its fields win over the environment where they differ from the defaults.
+            env: Stands in for `os.environ`.
+            keywords: Flat option names (`vram_budget=`, `queue_depth=`, ...) or whole groups
+                (`memory=MemoryConfig(...)`).
+
+        Raises:
+            ConfigError: All unknown names and wrong values at once.
+        """
+        problems: list[str] = []
+        if config is not None and not isinstance(config, RuntimeConfig):
+            raise ConfigError(f"config must be a RuntimeConfig, got {type(config).__name__}")
+        values = _from_environment(os.environ if env is None else env, problems)
+        if config is not None:
+            values |= _differences(config)
+        values |= _from_keywords(keywords, problems)
+        arguments: dict[str, Any] = {}
+        for name, kind in _GROUPS.items():
+            chosen = {
+                o.field: values[f] for f, o in _OPTIONS.items() if o.group == name and f in values
+            }
+            try:
+                arguments[name] = kind(**chosen)
+            except ConfigError as error:
+                problems += error.problems
+        arguments |= {f: values[f] for f, o in _OPTIONS.items() if not o.group and f in values}
+        try:
+            built = cls(**arguments)
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
+        return built
+
+
+_GROUPS: dict[str, type[Any]] = {
+    "memory": MemoryConfig,
+    "reader": ReaderConfig,
+    "lookahead": LookaheadConfig,
+    "trace": TraceConfig,
+}
+
+
+def _parse_whole(text: str) -> int:
+    return int(text)
+
+
+def _parse_flag(text: str) -> bool:
+    lowered = text.lower()
+    if lowered in ("1", "true", "yes", "on"):
+        return True
+    if lowered in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(text)
+
+
+def _parse_switch(text: str) -> str:
+    return "on" if _parse_flag(text) else "off"
+
+
+class _Option(NamedTuple):
+    """Where a flat name goes, and how text becomes its value."""
+
+    group: str  # "" for RuntimeConfig itself
+    field: str
+    parse: Callable[[str], Any]
+    wanted: str
+
+
+_WHOLE = (_parse_whole, "a whole number")
+_TEXT = (str, "text")
+_FLAG = (_parse_flag, "one of 1, 0, true, false, yes, no, on, off")
+_OPTIONS: dict[str, _Option] = {
+    "vram_budget": _Option("memory", "vram_budget", *_TEXT),
+    "ram_budget": _Option("memory", "ram_budget", *_TEXT),
+    "context_tokens": _Option("memory", "context_tokens", *_WHOLE),
+    "queue_depth": _Option("reader", "queue_depth", *_WHOLE),
+    "strict_direct": _Option("reader", "strict_direct", *_FLAG),
+    "slice_bytes": _Option("reader", "slice_bytes", *_TEXT),
+    "alignment": _Option("reader", "alignment", *_TEXT),
+    "retries": _Option("reader", "retries", *_WHOLE),
+    "lookahead": _Option("lookahead", "mode", _parse_switch, _FLAG[1]),
+    "lookahead_depth": _Option("lookahead", "depth", *_WHOLE),
+    "lookahead_width": _Option("lookahead", "width", *_WHOLE),
+    "lookahead_max_experts": _Option("lookahead", "max_experts", *_WHOLE),
+    "lookahead_max_rows": _Option("lookahead", "max_rows", *_WHOLE),
+    "trace": _Option("trace", "enabled", *_FLAG),
+    "trace_max_events": _Option("trace", "max_events", *_WHOLE),
+    "device": _Option("", "device", *_TEXT),
+    "kernels": _Option("", "kernels", *_TEXT),
+    "n_threads": _Option("", "n_threads", *_WHOLE),
+    "chunk_tokens": _Option("", "chunk_tokens", *_WHOLE),
+    "max_requests": _Option("", "max_requests", *_WHOLE),
+    "cache_policy": _Option("", "cache_policy", *_TEXT),
+}
+
+
+def _from_environment(env: Mapping[str, str], problems: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for variable, text in env.items():
+        if not variable.startswith(ENVIRONMENT_PREFIX) or not text.strip():
+            continue
+        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        option = _OPTIONS.get(name)
+        if option is None:
+            # Not an error: it may be meant for another version, or for a program around this one.
+            _log.warning("environment: %s is no option%s", variable, _nearest(name))
+            continue
+        try:
+            values[name] = option.parse(text.strip())
+        except ValueError:
+            problems.append(f"{variable}={text!r}: expected {option.wanted}")
+    return values
+
+
+def _differences(config: RuntimeConfig) -> dict[str, Any]:
+    """The options, by flat name, that differ from their defaults."""
+    values = {}
+    for name, option in _OPTIONS.items():
+        holder = getattr(config, option.group) if option.group else config
+        value = getattr(holder, option.field)
+        default = next(f.default for f in fields(holder) if f.name == option.field)
+        if value != default:
+            values[name] = value
+    return values
+
+
+def _from_keywords(keywords: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name, value in keywords.items():
+        kind = _GROUPS.get(name)
+        if kind is not None and isinstance(value, kind):
+            values |= {f: getattr(value, o.field) for f, o in _OPTIONS.items() if o.group == name}
+    for name, value in keywords.items():  # a flat name is more particular than its group
+        kind = _GROUPS.get(name)
+        if kind is not None and isinstance(value, kind):
+            continue
+        if name not in _OPTIONS:
+            known = f" must be a {kind.__name__}" if kind else f" is no option{_nearest(name)}"
+            problems.append(f"{name}{known}")
+        elif name == "lookahead" and isinstance(value, bool):
+            values[name] = "on" if value else "off"
+        else:
+            values[name] = value
+    return values
+
+
+def _nearest(name: str) -> str:
+    close = difflib.get_close_matches(name, [*_OPTIONS, *_GROUPS], n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
