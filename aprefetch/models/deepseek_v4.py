@@ -308,7 +308,7 @@ class DeepseekV4:
         )  # fmt: skip
         logits = ops.linear(ops.rms_norm(h, self.head_norm, args.rms_eps), self.head)
         sizes = [piece.stop - piece.start for piece in pieces]
-        return [part if part.shape[0] else None for part in logits.split(sizes)]
+        return [part if part.shape[0] else None for part in torch.split(logits, sizes)]
 
 
 def _left_unread(name: str, n_layers: int) -> bool:

@@ -45,7 +45,7 @@ class FusedLinear:
             if len(members) == 1:
                 out[members[0]] = y
                 continue
-            for i, part in zip(members, y.split(sizes, dim=1), strict=True):
+            for i, part in zip(members, torch.split(y, sizes, dim=1), strict=True):
                 out[i] = part.contiguous()
         return out
 

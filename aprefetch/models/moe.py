@@ -94,7 +94,7 @@ class RoutedCall:
     @property
     def cost(self) -> int:
         """Weight bytes times rows of running all experts; for `Device.inline`."""
-        return self.layout.payload_bytes * self.n_rows * self.top_k
+        return int(self.layout.payload_bytes * self.n_rows * self.top_k)
 
     def run(self, arena: Tensor, leases: Sequence[ExpertLease]) -> None:
         """Compute the leased experts for all their rows, into `parts`."""
