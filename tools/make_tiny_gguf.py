@@ -115,6 +115,16 @@ def random_blocks(
     return gguf.quants.quantize(values, kind)
 
 
+class _Writer(gguf.GGUFWriter):
+    """Repeats the alignment in every shard, as each is padded by it."""
+
+    def add_shard_kv_data(self) -> None:
+        super().add_shard_kv_data()
+        for keys in self.kv_data[1:]:
+            if "general.alignment" in self.kv_data[0]:
+                keys["general.alignment"] = self.kv_data[0]["general.alignment"]
+
+
 class _Model:
     """Adds tensors to a writer; owns the random generator."""
 
@@ -360,7 +370,7 @@ def _glob_escape(text: str) -> str:
 
 def _build(path: Path, c: TinyConfig, tensors_per_shard: int) -> int:
     """Write the file or files; returns the number of tensors."""
-    writer = gguf.GGUFWriter(path, "deepseek4", split_max_tensors=tensors_per_shard)
+    writer = _Writer(path, "deepseek4", split_max_tensors=tensors_per_shard)
     _add_metadata(writer, c)
     model = _Model(writer, c)
     model.matrix("token_embd.weight", c.n_vocab, c.hidden, kind=c.embedding_type)

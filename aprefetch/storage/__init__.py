@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from aprefetch.storage.direct import direct_io_alignment
 from aprefetch.storage.experts import ExpertSource, GgufExperts
-from aprefetch.storage.shards import ModelSource, ShardIdentity, SourceIdentity, open_source
+from aprefetch.storage.shards import open_source
+from aprefetch.storage.source import ModelSource, ShardIdentity, SourceIdentity
 from aprefetch.storage.tensors import TensorInfo
 
 __all__ = [

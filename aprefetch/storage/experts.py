@@ -1,7 +1,7 @@
 """Where the bytes of every routed expert lie, and how to read them.
 
-`ExpertSource` is what the pipeline knows; `GgufExperts` serves experts straight from the GGUF. There
-a layer's gate, up and down matrices are three stacked tensors and expert e is slice e of each: one
+`ExpertSource` is what the pipeline knows; `GgufExperts` serves experts straight from the GGUF: a
+layer's gate, up and down matrices are three stacked tensors and expert e is slice e of each, so one
 object is three aligned reads whose ragged edges stay in the landing buffer. The Expert Pack will
 be another `ExpertSource`, with one read per object. Plans are computed on demand and not kept.
 """
@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from aprefetch.errors import ConfigError, SourceError, UnsupportedModelError
-from aprefetch.storage.shards import ModelSource
+from aprefetch.storage.source import ModelSource
 from aprefetch.storage.tensors import TensorInfo
 from aprefetch.types import (
     ALIGNMENT,
