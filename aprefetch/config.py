@@ -210,7 +210,7 @@ class LookaheadConfig:
         depth: How many layers ahead, 0 to 8; 0 is off.
         width: Experts guessed per row; None is the layer's own top-k.
         max_experts: Most experts guessed per layer over all rows; None is twice the width for one
-            row, growing slowly with the rows.
+            row and one more width for each further row.
         max_rows: Rows whose scores are looked at; of longer chunks only some rows are.
     """
 

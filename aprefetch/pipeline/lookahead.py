@@ -1,0 +1,246 @@
+"""Stage 1: guesses about the experts of the next layers, from the routers themselves.
+
+After the streams of layer n are known, the routers of layers n+1..n+depth are evaluated on them as
+they are. What a guess names can only move bytes; the math never sees it. The lookahead owns the
+predictions until their layer is observed, and counts how many were right.
+
+`predict` may run on the compute thread and writes no counter; everything else belongs to the loop's
+thread. The two never run at the same time for one lookahead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from aprefetch.config import LookaheadConfig
+from aprefetch.stats import Counters
+
+__all__ = [
+    "BestScores",
+    "Lookahead",
+    "Misled",
+    "Recorder",
+    "Replay",
+    "RoutedLayer",
+    "Strategy",
+]
+
+
+class RoutedLayer(NamedTuple):
+    """Sizes of one layer's router."""
+
+    n_experts: int
+    top_k: int
+
+
+class Strategy(Protocol):
+    """Turns scores into guesses. Others than `BestScores` serve tests and studies."""
+
+    def guess(self, layer: int, scores: Tensor) -> list[int]:
+        """Experts of `layer`, the likeliest first, from scores `[T, E]`."""
+        ...
+
+    def saw(self, layer: int, picked: Sequence[int]) -> None:
+        """What the router of `layer` picked in the end."""
+        ...
+
+
+class BestScores:
+    """The best `width` experts of each row, merged.
+
+    Few rows are merged by score, many by how often an expert was picked, ties by score and then by
+    number: the same scores give the same guesses.
+    """
+
+    def __init__(
+        self, layers: Mapping[int, RoutedLayer], width: int | None = None, many_rows: int = 8
+    ) -> None:
+        self._layers = layers
+        self._width = width
+        self._many_rows = many_rows
+
+    def guess(self, layer: int, scores: Tensor) -> list[int]:
+        """See `Strategy`."""
+        n_rows, n_experts = scores.shape
+        width = min(self._width or self._layers[layer].top_k, n_experts)
+        # A stable sort: which of equal scores `topk` takes is not specified.
+        values, ids = scores.sort(dim=1, descending=True, stable=True)
+        if n_rows == 1:
+            first: list[int] = ids[0, :width].tolist()
+            return first
+        best: dict[int, float] = {}
+        votes: Counter[int] = Counter()
+        for row_values, row_ids in zip(
+            values[:, :width].tolist(), ids[:, :width].tolist(), strict=True
+        ):
+            votes.update(row_ids)
+            for value, expert in zip(row_values, row_ids, strict=True):
+                if value > best.get(expert, float("-inf")):
+                    best[expert] = value
+        by_votes = n_rows > self._many_rows
+        return sorted(
+            votes,
+            key=lambda e: (-votes[e] if by_votes else 0, -best.get(e, float("-inf")), e),
+        )
+
+    def saw(self, layer: int, picked: Sequence[int]) -> None:
+        """Nothing to learn."""
+
+
+class Recorder:
+    """Guesses like `inner` and notes what the routers picked, for a later `Replay`."""
+
+    def __init__(self, inner: Strategy) -> None:
+        self.picks: list[tuple[int, tuple[int, ...]]] = []
+        self._inner = inner
+
+    def guess(self, layer: int, scores: Tensor) -> list[int]:
+        """See `Strategy`."""
+        return self._inner.guess(layer, scores)
+
+    def saw(self, layer: int, picked: Sequence[int]) -> None:
+        """Note it."""
+        self.picks.append((layer, tuple(picked)))
+        self._inner.saw(layer, picked)
+
+
+class Replay:
+    """Knows the future: guesses what a recorded run of the same requests picked.
+
+    Args:
+        picks: `Recorder.picks`. Where they end, nothing is guessed.
+    """
+
+    def __init__(self, picks: Iterable[tuple[int, Sequence[int]]]) -> None:
+        self._coming: dict[int, deque[list[int]]] = {}
+        for layer, picked in picks:
+            self._coming.setdefault(layer, deque()).append(list(picked))
+
+    def guess(self, layer: int, scores: Tensor) -> list[int]:
+        """See `Strategy`."""
+        coming = self._coming.get(layer)
+        return list(coming[0]) if coming else []
+
+    def saw(self, layer: int, picked: Sequence[int]) -> None:
+        """Go on to the layer's next entry."""
+        coming = self._coming.get(layer)
+        if coming:
+            coming.popleft()
+
+
+class Misled:
+    """Always wrong: guesses only experts that a recorded run did not pick.
+
+    Args:
+        picks: `Recorder.picks`.
+        layers: Sizes by layer; as many experts are guessed as the layer's top-k.
+    """
+
+    def __init__(
+        self, picks: Iterable[tuple[int, Sequence[int]]], layers: Mapping[int, RoutedLayer]
+    ) -> None:
+        self._right = Replay(picks)
+        self._layers = layers
+
+    def guess(self, layer: int, scores: Tensor) -> list[int]:
+        """See `Strategy`."""
+        right = set(self._right.guess(layer, scores))
+        if not right:
+            return []
+        wrong = (e for e in range(self._layers[layer].n_experts) if e not in right)
+        return [e for e, _ in zip(wrong, range(self._layers[layer].top_k), strict=False)]
+
+    def saw(self, layer: int, picked: Sequence[int]) -> None:
+        """Go on to the layer's next entry."""
+        self._right.saw(layer, picked)
+
+
+class Lookahead:
+    """Predicts experts of the next layers.
+
+    Args:
+        routers: By layer: streams `[T, S, D]` -> ranking scores `[T, E]`, float32. Layers without
+            one (dense, or routed by token id) are never predicted.
+        layers: Sizes by layer, for at least the layers of `routers`.
+        options: Depth, width, limits, off switch.
+        counters: `predicted`, `predicted_right`, `picked` are written here.
+        strategy: Stands in for `BestScores`.
+    """
+
+    def __init__(
+        self,
+        routers: Mapping[int, Callable[[Tensor], Tensor]],
+        layers: Mapping[int, RoutedLayer],
+        options: LookaheadConfig,
+        counters: Counters,
+        *,
+        strategy: Strategy | None = None,
+    ) -> None:
+        self._routers = routers
+        self._layers = layers
+        self._options = options
+        self._counters = counters
+        self._strategy = strategy or BestScores(layers, options.width)
+        # layer -> the layer whose streams were looked at -> experts
+        self._pending: dict[int, dict[int, list[int]]] = {}
+
+    def predict(self, layer: int, streams: Tensor) -> list[tuple[int, list[int]]]:
+        """Guesses for layers `layer + 1 .. layer + depth`, the nearest first, likeliest first.
+
+        Args:
+            layer: The layer that `streams` enter.
+            streams: `[T, S, D]`, or what the routers take; rows first.
+
+        With the lookahead off no router is evaluated and the list is empty.
+        """
+        options = self._options
+        if not options.is_on:
+            return []
+        targets = [n for n in range(layer + 1, layer + options.depth + 1) if n in self._routers]
+        n_rows = streams.shape[0]
+        if not targets or n_rows == 0:
+            return []
+        looked_at = streams
+        if n_rows > options.max_rows:  # most experts will be wanted anyway: a sample will do
+            looked_at = streams[_spread(n_rows, options.max_rows).to(streams.device)]
+        out = []
+        for target in targets:
+            scores = self._routers[target](looked_at)
+            experts = self._strategy.guess(target, scores.cpu())[: self._limit(target, n_rows)]
+            self._pending.setdefault(target, {})[layer] = experts
+            if experts:
+                out.append((target, experts))
+        return out
+
+    def observe(self, layer: int, picked: Sequence[int]) -> None:
+        """The router of `layer` picked these experts (unique, all rows together)."""
+        if not self._options.is_on:
+            return
+        self._strategy.saw(layer, picked)
+        predictions = self._pending.pop(layer, None)
+        if predictions is None:
+            return
+        predicted = {expert for experts in predictions.values() for expert in experts}
+        self._counters.predicted += len(predicted)
+        self._counters.predicted_right += len(predicted.intersection(picked))
+        self._counters.picked += len(picked)
+
+    def forget(self) -> None:
+        """Drop predictions whose layers will not be observed: the step was given up."""
+        self._pending.clear()
+
+    def _limit(self, layer: int, n_rows: int) -> int:
+        sizes, options = self._layers[layer], self._options
+        if options.max_experts is not None:
+            return options.max_experts
+        return min(sizes.n_experts, (options.width or sizes.top_k) * (n_rows + 1))
+
+
+def _spread(n_rows: int, n_wanted: int) -> Tensor:
+    """`n_wanted` row numbers from first to last, evenly."""
+    return torch.linspace(0, n_rows - 1, n_wanted).round().to(torch.int64)
