@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,13 +109,13 @@ def write_file(
     path: Path,
     keys: Mapping[str, Any],
     tensors: Sequence[tuple[str, tuple[int, ...], int]],
-    payload: Iterator[bytes] | None,
+    payload: Iterable[bytes] | None,
     *,
     alignment: int = 32,
 ) -> Path:
     """Write a sound file: tensors `(name, ggml dims, type)` one after the other, aligned.
 
-    `payload` gives the data section's bytes in pieces of any size; None leaves it a hole.
+    `payload` gives the data section's bytes in pieces of any size; what it leaves out is a hole.
     """
     placed, at = [], 0
     for name, dims, ggml_type in tensors:
@@ -129,10 +129,11 @@ def write_file(
         file.write(header)
         file.seek(start)
         left = at
-        while payload is not None and left > 0:
-            piece = next(payload)[:left]
-            file.write(piece)
+        for piece in payload or ():
+            file.write(piece[:left])
             left -= len(piece)
+            if left <= 0:
+                break
         file.truncate(start + at)
     return path
 

@@ -377,7 +377,8 @@ def _gather_records(
             which = np.flatnonzero(counts == count)
             body = records[which]
             tail = 4 + 8 * count
-            dims[start + which, :count] = body[:, 4:tail].copy().view("<u8").reshape(-1, count)
+            if count:
+                dims[start + which, :count] = body[:, 4:tail].copy().view("<u8")
             types[start + which] = body[:, tail : tail + 4].copy().view("<u4")[:, 0]
             offsets[start + which] = body[:, tail + 4 : tail + 12].copy().view("<u8")[:, 0]
     return n_dims, dims, types, offsets

@@ -65,10 +65,11 @@ class ModelSource:
 
     def __init__(self, files: list[OpenFile]) -> None:
         self._files = files
-        self._finalizer = weakref.finalize(self, close_all, [f.fd for f in files])
         self.paths: tuple[Path, ...] = tuple(f.path for f in files)
         self.metadata: Metadata = files[0].header.metadata
         self.tensors: TensorTable = TensorTable.concat([f.header.tensors for f in files])
+        # Last: until nothing can fail any more, the descriptors are the caller's to close.
+        self._finalizer = weakref.finalize(self, close_all, [f.fd for f in files])
 
     @property
     def architecture(self) -> str:
