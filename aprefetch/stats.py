@@ -108,6 +108,19 @@ class Stats:
         """Share of the routers' picks that the early routers had named."""
         return self.predicted_right / self.picked if self.picked else 0.0
 
+    def since(self, earlier: Stats) -> Stats:
+        """What was counted after `earlier`; `max_in_flight` and `memory` stay as they are now."""
+        values: dict[str, Any] = {}
+        for f in fields(self):
+            now, then = getattr(self, f.name), getattr(earlier, f.name)
+            if f.name in ("max_in_flight", "memory"):
+                values[f.name] = now
+            elif isinstance(now, dict):
+                values[f.name] = {k: n - then.get(k, 0) for k, n in now.items()}
+            else:
+                values[f.name] = now - then
+        return Stats(**values)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, with the derived rates included."""
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}

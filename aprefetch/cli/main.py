@@ -1,0 +1,68 @@
+"""The `aprefetch` command: arguments, exit codes, and one clear line for each error.
+
+Exit codes: 0 good, 1 an error of ours (missing file, budget, read error, ...), 2 wrong usage or
+options, 130 interrupted. Text goes to stdout, everything else to stderr. Nothing heavy is imported
+before a command runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from aprefetch._version import __version__
+from aprefetch.cli import chat, inspect, plan, run, score
+from aprefetch.errors import AprefetchError, ConfigError, InvalidRequestError
+
+__all__ = ["build_parser", "main"]
+
+_DESCRIPTION = (
+    "Run Mixture-of-Experts models larger than memory: experts stream from the SSD. "
+    "Without -m the small model that ships with the package is used."
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(prog="aprefetch", description=_DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"aprefetch {__version__}")
+    commands = parser.add_subparsers(dest="command_name", metavar="COMMAND", required=True)
+    for module in (run, chat, inspect, plan, score):
+        module.add_parser(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    args = build_parser().parse_args(argv)
+    _set_up_logging(getattr(args, "verbose", 0))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # text that the terminal's encoding lacks
+    try:
+        code: int = args.command(args)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader went away. Python flushes stdout at exit and would complain once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ConfigError, InvalidRequestError) as error:
+        return _complain(error, 2)
+    except AprefetchError as error:
+        return _complain(error, 1)
+
+
+def _complain(error: AprefetchError, code: int) -> int:
+    text = " ".join(str(error).split())
+    print(f"aprefetch: error: {text}", file=sys.stderr)
+    return code
+
+
+def _set_up_logging(verbose: int) -> None:
+    level = (logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)]
+    logging.basicConfig(level=level, format="%(name)s: %(message)s", stream=sys.stderr)
