@@ -27,7 +27,7 @@ CHAR_OF_BYTE: tuple[str, ...] = _alphabet()
 
 _NO_BYTE = "\uffff"
 # Characters below U+0100 that stand for no byte must not survive the translation as if they did.
-_TO_LATIN1 = {i: _NO_BYTE for i in range(256)} | {
+_TO_LATIN1 = dict.fromkeys(range(256), _NO_BYTE) | {
     ord(char): chr(byte) for byte, char in enumerate(CHAR_OF_BYTE)
 }
 

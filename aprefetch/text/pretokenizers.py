@@ -75,7 +75,8 @@ _DEEPSEEK_CODER = (
 
 def _words(letters: str, digits: str, not_symbol: str = r"\s\p{L}\p{N}") -> str:
     """The family that began with cl100k: contraction, word, digits, symbols, spaces."""
-    return rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?{letters}|{digits}| ?[^{not_symbol}]+[\r\n]*|{_TAIL}"
+    word = rf"[^\r\n\p{{L}}\p{{N}}]?{letters}"
+    return rf"{_CONTRACTION}|{word}|{digits}| ?[^{not_symbol}]+[\r\n]*|{_TAIL}"
 
 
 def _cased_words(upper: str, lower: str, ending: str, digits: str, symbol_end: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from aprefetch.errors import TokenizerError
 from aprefetch.text import bpe
-from aprefetch.text.tokenizer import TokenKind, Tokenizer
+from aprefetch.text.tokenizer import Tokenizer, TokenKind
 
 __all__ = ["find_tokenizer_json", "load_tokenizer_json"]
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from aprefetch.errors import TokenizerError
 from aprefetch.text import bpe, pretokenizers
-from aprefetch.text.tokenizer import IdsOnlyTokenizer, TokenKind, Tokenizer
+from aprefetch.text.tokenizer import IdsOnlyTokenizer, Tokenizer, TokenKind
 from aprefetch.text.tokenizer_json import find_tokenizer_json, load_tokenizer_json
 
 __all__ = ["VocabularySource", "from_metadata", "load_tokenizer"]
@@ -79,6 +79,8 @@ def from_metadata(metadata: Mapping[str, Any], *, n_vocab: int | None = None) ->
             " 'gpt2' (byte-level BPE) and 'none' (token ids only)"
         )
     tokens = _strings(metadata, "tokens")
+    if not tokens:
+        raise TokenizerError("tokenizer.ggml.tokens is empty")
     if n_vocab is not None and len(tokens) != n_vocab:
         raise TokenizerError(
             f"tokenizer.ggml.tokens has {len(tokens)} tokens, but the model has {n_vocab}"
@@ -132,8 +134,8 @@ def _strings(metadata: Mapping[str, Any], name: str) -> list[str]:
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
         raise TokenizerError(f"tokenizer.ggml.{name} is missing or not a list of strings")
     strings = list(value)
-    if not strings or not all(type(s) is str for s in strings):
-        raise TokenizerError(f"tokenizer.ggml.{name} is empty or has elements that are no strings")
+    if not all(type(s) is str for s in strings):
+        raise TokenizerError(f"tokenizer.ggml.{name} has elements that are no strings")
     return strings
 
 
