@@ -43,6 +43,7 @@ _MAX_NAME_BYTES = (1 << 16) - 1
 _MAX_KEYS = 1 << 20
 _MAX_TENSORS = 1 << 22
 _MAX_STRINGS = 1 << 24
+_MAX_INNER_ARRAYS = 1 << 20
 _MAX_NESTING = 4
 _MAX_DIMS = 4
 _MAX_ALIGNMENT = 1 << 20
@@ -232,7 +233,7 @@ def _skip_value(window: _Window, type_id: int, at: int, key: str, depth: int) ->
         elif element == _STRING:
             return _skip_strings(window, count, at, key)
         elif element == _ARRAY:
-            if depth == _MAX_NESTING or count > _MAX_STRINGS:
+            if depth == _MAX_NESTING or count > _MAX_INNER_ARRAYS:
                 window.fail(f"metadata key {key!r} is nested too deeply or too large", key)
             for _ in range(count):
                 at = _skip_value(window, _ARRAY, at, key, depth + 1)
