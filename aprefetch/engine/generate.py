@@ -48,6 +48,8 @@ class Engine:
         device: decides where sampling runs.
         scheduler: an empty one.
         chunk_tokens: most prompt tokens of one sequence in a step.
+        check_source: raises if the model's files changed; asked after each step that read from
+            them, before its tokens are given out. A few `stat` calls.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Engine:
         chunk_tokens: int,
         counters: Counters,
         tracer: Tracer | None = None,
+        check_source: Callable[[], None] | None = None,
     ) -> None:
         self._model = model
         self._runner = runner
@@ -68,6 +71,7 @@ class Engine:
         self._chunk_tokens = chunk_tokens
         self._counters = counters
         self._tracer = tracer
+        self._check_source = check_source
         self._wake = asyncio.Event()
         self._stopping = False
         self._closed: Callable[[], BaseException] | None = None
@@ -109,8 +113,7 @@ class Engine:
                 for request in self._scheduler.cancelled():
                     self._end(request)
                 for request in self._scheduler.admit():
-                    request.state = self._model.new_state()
-                    request.admitted_ns = time.perf_counter_ns()
+                    self._begin(request)
                 self._wake.clear()
                 batch = self._scheduler.next_step()
                 if batch:
@@ -125,6 +128,13 @@ class Engine:
             raise
         finally:
             self._close(lambda: RuntimeClosedError("the runtime was closed"))
+
+    def _begin(self, request: Request) -> None:
+        request.admitted_ns = time.perf_counter_ns()
+        try:
+            request.state = self._model.new_state()
+        except AprefetchError as error:  # no memory for its caches
+            self._end(request, error)
 
     def _close(self, reason: Callable[[], BaseException]) -> None:
         if self._closed is None:
@@ -146,10 +156,13 @@ class Engine:
 
     async def _step(self, batch: Sequence[Request]) -> None:
         chunks = [request.next_chunk(self._chunk_tokens) for request in batch]
+        n_read = self._counters.bytes_read
         try:
             result = await self._runner.step(
                 chunks, lambda: self._stopping or all(request.cancelled for request in batch)
             )
+            if self._check_source is not None and self._counters.bytes_read != n_read:
+                self._check_source()
         except StepAbandoned:
             for request in batch:
                 if request.cancelled:

@@ -1,0 +1,589 @@
+"""`Runtime`: the only door. Opens a model, owns everything, runs requests, closes.
+
+`open` starts one supervisor task that holds the engine's task group for the whole life of the
+runtime, so any task may open and any other may close. Closing has one order: requests end, the
+engine stops, reads drain, memory is freed, files close. That order is kept when the supervisor is
+cancelled as well (a signal, the end of `asyncio.run`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from aprefetch.config import RuntimeConfig
+from aprefetch.engine.generate import Engine
+from aprefetch.engine.request import (
+    Completion,
+    FinishReason,
+    GenerateRequest,
+    ScoreRequest,
+    ScoreResult,
+    Usage,
+)
+from aprefetch.engine.sampler import Sampler, SamplingParams
+from aprefetch.engine.scheduler import Scheduler
+from aprefetch.engine.step import StepRunner
+from aprefetch.engine.stream import EventFeed, TokenStream
+from aprefetch.errors import (
+    ConfigError,
+    ContextLengthError,
+    InvalidRequestError,
+    RuntimeClosedError,
+    RuntimeFailedError,
+    RuntimeStateError,
+)
+from aprefetch.models.base import Model, ModelInfo
+from aprefetch.pipeline.coordinator import Coordinator
+from aprefetch.pipeline.lookahead import Lookahead, RoutedLayer
+from aprefetch.pipeline.reader import ThreadReader
+from aprefetch.plan import Examined, Plan, examine
+from aprefetch.report import RunReport
+from aprefetch.stats import Counters, Stats
+from aprefetch.text.chat_template import ChatTemplate, load_chat_template
+from aprefetch.text.detokenizer import Detokenizer
+from aprefetch.text.tokenizer import Tokenizer
+from aprefetch.text.vocab import load_tokenizer
+from aprefetch.trace import Tracer
+
+__all__ = ["Prompt", "Runtime"]
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text to continue, token ids taken as they are, or chat messages."""
+
+_SHORT_TEXT = 4096  # characters; longer prompts are encoded on a thread
+_SLOW_CLOSE_S = 10.0
+
+
+class _Loaded(NamedTuple):
+    model: Model
+    tokenizer: Tokenizer
+    template: ChatTemplate
+
+
+class _Encoded(NamedTuple):
+    ids: list[int]
+    text: str | None
+    template: str | None
+
+
+class _Opening:
+    """What `Runtime.open` returns: await it, or enter it with `async with`."""
+
+    def __init__(self, make: Callable[[], Runtime]) -> None:
+        self._make = make
+        self._runtime: Runtime | None = None
+
+    def __await__(self) -> Generator[Any, None, Runtime]:
+        return self._open().__await__()
+
+    async def _open(self) -> Runtime:
+        if self._runtime is not None:
+            raise RuntimeStateError("this runtime was opened already; call Runtime.open again")
+        self._runtime = self._make()
+        await self._runtime._start()
+        return self._runtime
+
+    async def __aenter__(self) -> Runtime:
+        return await self._open()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._runtime is not None:
+            await self._runtime.aclose()
+
+
+class Runtime:
+    """An open model. Made by `Runtime.open`; all methods belong to the loop it was opened on."""
+
+    model_info: ModelInfo
+    """Facts about the loaded model."""
+    plan: Plan
+    """What lives where, and the budgets in force."""
+    tokenizer: Tokenizer
+    """The vocabulary in use."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        config: RuntimeConfig | None,
+        tokenizer_path: str | os.PathLike[str] | None,
+        options: dict[str, Any],
+    ) -> None:
+        self._path = path
+        self._given_config = config
+        self._tokenizer_path = tokenizer_path
+        self._options = options
+        self._counters = Counters()
+        self._tracer: Tracer | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._is_open = False
+        self._failure: BaseException | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        config: RuntimeConfig | None = None,
+        tokenizer: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> _Opening:
+        """Open a model: `async with Runtime.open(path) as rt`, or `rt = await Runtime.open(path)`.
+
+        Args:
+            path: a GGUF file, or any shard of a set; None is the model that ships with the package.
+            config: options as one object.
+            tokenizer: a tokenizer.json (or its folder) to use instead of what is found.
+            options: single options by name, over `config`; see `RuntimeConfig`.
+
+        Raises (when awaited):
+            ConfigError: wrong options, all of them in one error.
+            ModelError: the file cannot be used.
+            BudgetError: a budget below the minimum.
+        """
+        return _Opening(lambda: cls(path, config, tokenizer, options))
+
+    # Life cycle
+
+    async def _start(self) -> None:
+        """Start the supervisor and wait until it is open, or raise what stopped it."""
+        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise(opened), name="aprefetch-runtime")
+        try:
+            await asyncio.shield(opened)
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def _supervise(self, opened: asyncio.Future[None]) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                engine = await self._build(stack)
+                self._is_open = True
+                if not opened.done():
+                    opened.set_result(None)
+                try:
+                    async with asyncio.TaskGroup() as group:
+                        group.create_task(engine.run(), name="aprefetch-engine")
+                        await self._closing.wait()
+                        engine.stop()
+                except BaseExceptionGroup as failures:
+                    self._failure = _first(failures)
+                finally:
+                    self._is_open = False
+        except BaseException as error:
+            if not opened.done():
+                opened.set_exception(error)
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+            elif isinstance(error, asyncio.CancelledError):
+                raise
+            else:
+                self._failure = self._failure or error
+                log.error("closing failed: %s", error)
+
+    async def _build(self, stack: AsyncExitStack) -> Engine:
+        """Open every part, from the file up; `stack` closes what was opened, top first."""
+        started_ns = time.perf_counter_ns()
+        examined = await _in_thread(self._examine)
+        stack.callback(examined.source.close)
+        stack.callback(examined.device.close)
+        config, device = examined.config, examined.device
+        self.plan = examined.plan
+        loaded = await _in_thread(lambda: self._load(examined))
+        self._source, self._device = examined.source, device
+        self._model, self.tokenizer, self._template = loaded
+        self.model_info = loaded.model.info
+        self.config = config
+        if config.trace.enabled:
+            self._tracer = Tracer(config.trace.max_events, {"model": self.model_info.name})
+        reader = ThreadReader(
+            examined.experts.paths,
+            counters=self._counters,
+            queue_depth=config.reader.queue_depth,
+            strict_direct=config.reader.strict_direct,
+            slice_bytes=_bytes(config.reader.slice_bytes),
+            alignment=examined.experts.alignment,
+            retries=config.reader.retries,
+        )
+        stack.push_async_callback(reader.aclose)
+        self._coordinator = Coordinator(
+            experts=examined.experts,
+            device=device,
+            reader=reader,
+            vram_budget=self.plan.vram_budget_bytes,
+            ram_budget=self.plan.ram_budget_bytes,
+            counters=self._counters,
+            tracer=self._tracer,
+            policy=config.cache_policy,
+        )
+        stack.push_async_callback(self._coordinator.aclose)
+        self._runner = StepRunner(
+            loaded.model,
+            self._coordinator,
+            self._lookahead(config),
+            device,
+            self._counters,
+            self._tracer,
+        )
+        self._engine = Engine(
+            model=loaded.model,
+            runner=self._runner,
+            device=device,
+            scheduler=Scheduler(
+                max_sequences=config.max_requests, batch_invariant=device.ops.batch_invariant
+            ),
+            chunk_tokens=config.chunk_tokens,
+            counters=self._counters,
+            tracer=self._tracer,
+            check_source=examined.source.check_unchanged,
+        )
+        log.info("opened %s in %.2f s", self.plan.path, (time.perf_counter_ns() - started_ns) / 1e9)
+        return self._engine
+
+    def _examine(self) -> Examined:
+        return examine(self._path, self._given_config, **self._options)
+
+    def _load(self, examined: Examined) -> _Loaded:
+        """Blocking: the vocabulary first, since it fails early, then the dense weights."""
+        source = examined.source
+        chosen = None if self._tokenizer_path is None else Path(self._tokenizer_path)
+        tokenizer = load_tokenizer(source, chosen)
+        template = load_chat_template(source.metadata, examined.entry.name, tokenizer)
+        model = examined.entry.load(
+            source,
+            examined.experts.layers,
+            examined.experts.tensor_names,
+            examined.device.ops,
+            torch.device(examined.device.name),
+        )
+        return _Loaded(model, tokenizer, template)
+
+    def _lookahead(self, config: RuntimeConfig) -> Lookahead | None:
+        if not config.lookahead.is_on:
+            return None
+        info = self.model_info
+        layers = {
+            layer: RoutedLayer(info.n_experts, info.num_experts_per_tok)
+            for layer in info.routed_layers
+        }
+        return Lookahead(self._model.early_routers, layers, config.lookahead, self._counters)
+
+    async def aclose(self) -> None:
+        """End all requests, drain reads, free memory. Idempotent; any task may call it.
+
+        Requests that still run get `RuntimeClosedError`.
+        """
+        self._closing.set()
+        supervisor = self._supervisor
+        if supervisor is None or supervisor.done():
+            return
+        if supervisor is asyncio.current_task():
+            raise RuntimeStateError("a runtime cannot be closed from its own supervisor")
+        while not supervisor.done():
+            await asyncio.wait({supervisor}, timeout=_SLOW_CLOSE_S)
+            if not supervisor.done():
+                log.warning("closing %s takes long: waiting for reads", self._path)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_open", False) and not self._closing.is_set():
+            warnings.warn(
+                "a Runtime was dropped while open; use `async with`, or await its aclose()",
+                ResourceWarning,
+                source=self,
+                stacklevel=1,
+            )
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise RuntimeFailedError(
+                f"the runtime failed and must be opened anew: {self._failure}"
+            ) from self._failure
+        if not self._is_open or self._closing.is_set():
+            raise RuntimeClosedError("the runtime is closed; open it anew")
+
+    # Requests
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat_options: Mapping[str, Any] | None = None,
+        **keywords: Any,
+    ) -> TokenStream:
+        """The tokens of an answer as they come.
+
+        Args:
+            prompt: text to continue, token ids, or chat messages (`role`, `content`).
+            params, keywords: see `SamplingParams`; keywords override the object.
+            chat_options: variables for the chat template, such as `thinking=True`.
+
+        Raises:
+            InvalidRequestError: wrong parameters, at once; a wrong prompt when iteration begins.
+            ContextLengthError: the prompt leaves no room for an answer (when iteration begins).
+            RuntimeStateError: closed or failed.
+        """
+        self._check_open()
+        chosen = SamplingParams.build(params, **keywords)
+
+        async def prepare() -> GenerateRequest:
+            encoded = await self._encode(prompt, chat_options)
+            stream.prompt, stream.template = encoded.text, encoded.template
+            return self._request(encoded.ids, chosen)
+
+        stream = TokenStream(prepare, self._engine.submit, self._engine.cancel)
+        return stream
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat_options: Mapping[str, Any] | None = None,
+        **keywords: Any,
+    ) -> Completion:
+        """A whole answer; see `stream` for arguments and errors."""
+        before = self.stats()
+        texts: list[str] = []
+        logprobs: list[float] = []
+        async with self.stream(prompt, params, chat_options=chat_options, **keywords) as stream:
+            async for event in stream:
+                texts.append(event.text)
+                if event.logprob is not None:
+                    logprobs.append(event.logprob)
+        return Completion(
+            text="".join(texts),
+            token_ids=stream.token_ids,
+            finish_reason=stream.finish_reason or FinishReason.CANCELLED,
+            usage=stream.usage,
+            stats=self.stats().since(before),
+            prompt=stream.prompt,
+            prompt_token_ids=stream.prompt_token_ids,
+            template=stream.template,
+            logprobs=logprobs or None,
+        )
+
+    async def score(
+        self,
+        prompt: Prompt,
+        *,
+        logits: bool = False,
+        chat_options: Mapping[str, Any] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> ScoreResult:
+        """Teacher-forced log-probabilities of a given text.
+
+        Args:
+            prompt: text (BOS is added where the model wants it), token ids as they are, or chat
+                messages.
+            logits: also return the logits `[N, V]`, float32.
+            progress: called with (tokens done, tokens in all).
+
+        Raises:
+            InvalidRequestError: fewer than two tokens, or not a prompt.
+            ContextLengthError: more tokens than the context holds.
+        """
+        self._check_open()
+        before = self.stats()
+        ids = (await self._encode(prompt, chat_options, for_answer=False)).ids
+        if len(ids) < 2:
+            raise InvalidRequestError("a text of at least two tokens is needed", param="prompt")
+        if len(ids) > self._context_tokens:
+            raise self._too_long(len(ids))
+        request = ScoreRequest(
+            ids, n_vocab=self.model_info.n_vocab, keep_logits=logits, progress=progress
+        )
+        self._engine.submit(request)
+        try:
+            await request.ended.wait()
+        finally:
+            if not request.ended.is_set():
+                self._engine.cancel(request)
+                await request.ended.wait()
+        if request.error is not None:
+            raise request.error
+        return ScoreResult(
+            token_ids=ids,
+            logprobs=request.logprobs,
+            stats=self.stats().since(before),
+            logits=request.logits,
+        )
+
+    @property
+    def _context_tokens(self) -> int:
+        own, chosen = self.model_info.context_length, self.config.memory.context_tokens
+        return own if chosen is None else min(own, chosen)
+
+    def _too_long(self, n_tokens: int) -> ContextLengthError:
+        limit = self._context_tokens
+        return ContextLengthError(
+            f"the prompt has {n_tokens} tokens, the context holds {limit} with the answer; "
+            "shorten the prompt",
+            n_tokens=n_tokens,
+            limit_tokens=limit,
+        )
+
+    def _request(self, ids: list[int], params: SamplingParams) -> GenerateRequest:
+        room = self._context_tokens - len(ids)
+        if room < max(1, params.min_tokens):
+            raise self._too_long(len(ids))
+        ends = self.tokenizer.eog_ids
+        return GenerateRequest(
+            ids,
+            sampler=Sampler(
+                params,
+                self.model_info.n_vocab,
+                prompt_ids=ids,
+                end_ids=() if params.ignore_eos else ends,
+            ),
+            feed=EventFeed(Detokenizer(self.tokenizer, tuple(params.stop))),
+            stop_ids=frozenset(params.stop_token_ids)
+            | (frozenset() if params.ignore_eos else ends),
+            max_tokens=min(params.max_tokens, room),
+        )
+
+    async def _encode(
+        self,
+        prompt: Prompt,
+        chat_options: Mapping[str, Any] | None,
+        *,
+        for_answer: bool = True,
+    ) -> _Encoded:
+        """Ids of a prompt, checked against the vocabulary."""
+        self._source.check_unchanged()
+        text, template = None, None
+        if isinstance(prompt, str):
+            text = prompt
+        elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise InvalidRequestError(
+                "a prompt is text, a list of token ids or a list of chat messages, "
+                f"not {type(prompt).__name__}",
+                param="prompt",
+            )
+        elif prompt and isinstance(prompt[0], Mapping):
+            text = self._template.render(prompt, True, **(chat_options or {}))
+            template = self._template.origin
+        if chat_options and template is None:
+            raise InvalidRequestError(
+                "chat_options are for chat messages only", param="chat_options"
+            )
+        if text is None:
+            return _Encoded(self._checked_ids(prompt), None, None)
+        tokenizer = self.tokenizer
+
+        def encode() -> list[int]:
+            if for_answer or template is not None:
+                return tokenizer.encode_prompt(text)
+            return tokenizer.encode(text)
+
+        ids = encode() if len(text) <= _SHORT_TEXT else await asyncio.to_thread(encode)
+        if not ids:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        return _Encoded(self._checked_ids(ids), text, template)
+
+    def _checked_ids(self, ids: Any) -> list[int]:
+        n_vocab = self.model_info.n_vocab
+        if not len(ids):
+            raise InvalidRequestError("the prompt has no tokens", param="prompt")
+        out = []
+        for i in ids:
+            if isinstance(i, bool) or not hasattr(i, "__index__"):
+                raise InvalidRequestError(
+                    f"a token id is an integer, not {i!r:.40}", param="prompt"
+                )
+            out.append(int(i))
+            if not 0 <= out[-1] < n_vocab:
+                raise InvalidRequestError(
+                    f"token id {i} is outside the vocabulary of {n_vocab} tokens", param="prompt"
+                )
+        return out
+
+    # Looking in
+
+    def stats(self) -> Stats:
+        """Counters since the opening, and bytes by tier. Works while requests run."""
+        coordinator = getattr(self, "_coordinator", None)
+        memory = coordinator.memory() if coordinator is not None else {}
+        return self._counters.snapshot(**memory)
+
+    def report(self, usage: Usage, stats: Stats) -> RunReport:
+        """The report of one request, from its usage and the stats that belong to it."""
+        return RunReport(
+            model=self.model_info.name or self.plan.path.name,
+            device=f"{self._device.name} ({self._device.ops.name} kernels)",
+            plan=self.plan,
+            pack_state="direct GGUF",
+            usage=usage,
+            stats=stats,
+        )
+
+    async def export_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write what was recorded as a Chrome trace, for Perfetto and the like.
+
+        Raises:
+            ConfigError: the runtime was opened without `trace=True`, or the file cannot be written.
+        """
+        tracer = self._tracer
+        if tracer is None:
+            raise ConfigError("nothing was traced; open the runtime with trace=True")
+        try:
+            await asyncio.to_thread(tracer.export, Path(path))
+        except OSError as error:
+            raise ConfigError(f"trace {path}: {error.strerror or error}") from error
+
+
+async def _in_thread(fn: Callable[[], Any]) -> Any:
+    """Run `fn` on a thread; when cancelled, wait for it all the same and give up its result."""
+    task = asyncio.ensure_future(asyncio.to_thread(fn))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if not task.cancelled() and task.exception() is None:
+            result = task.result()
+            if isinstance(result, Examined):
+                result.source.close()
+                result.device.close()
+        raise
+
+
+def _bytes(size: int | str | None) -> int | None:
+    return size if isinstance(size, int) else None
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first exception that is no group."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
