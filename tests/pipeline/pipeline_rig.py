@@ -1,0 +1,117 @@
+"""A small pipeline over a real file, and checks on what it delivers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from objects_on_disk import FileExperts
+
+from aprefetch.device.cpu import CpuDevice
+from aprefetch.pipeline.coordinator import Coordinator, Demand
+from aprefetch.pipeline.reader import ThreadReader
+from aprefetch.pipeline.slots import Lease, SlotState
+from aprefetch.stats import Counters
+
+SIZES = {1: (3000, 3000, 2100), 2: (3000, 3000, 2100), 4: (9000, 9000, 6500)}
+BIG = 1 << 30
+
+
+class Rig:
+    """A coordinator with its reader and device. Budgets default to the minimum."""
+
+    def __init__(
+        self,
+        experts: FileExperts,
+        *,
+        vram: int | None = None,
+        ram: int | None = None,
+        reader: Any = None,
+        files: Any = None,
+        queue_depth: int = 4,
+        device: CpuDevice | None = None,
+        **options: Any,
+    ) -> None:
+        least_vram, least_ram = Coordinator.minimum_budgets(experts)
+        self.experts = experts
+        self.counters = Counters()
+        self.device = device or CpuDevice()
+        self.reader: Any = ThreadReader(
+            experts.paths, counters=self.counters, queue_depth=queue_depth, files=files
+        )
+        if reader is not None:
+            self.reader = reader(self.reader)
+        self.vram = least_vram if vram is None else vram
+        self.ram = least_ram if ram is None else ram
+        self.coordinator = Coordinator(
+            experts,
+            self.device,
+            self.reader,
+            vram_budget=self.vram,
+            ram_budget=self.ram,
+            counters=self.counters,
+            **options,
+        )
+
+    async def aclose(self) -> None:
+        await self.coordinator.aclose()
+        await self.reader.aclose()
+        self.device.close()
+
+    def check(self, leases: Iterable[Lease]) -> None:
+        """The bytes in each slot are the source's bytes."""
+        arena = self.coordinator.arena.numpy()
+        for lease in leases:
+            for offset, want in self.experts.expected(lease.key):
+                at = lease.offset + offset
+                assert np.array_equal(arena[at : at + len(want)], want), lease.key
+
+    async def drain(self, demand: Demand) -> list[int]:
+        """Take, check and release all of a demand, in waves; the experts in order of arrival."""
+        got = []
+        while leases := demand.take() or await demand.wait():
+            self.check(leases)
+            got += [lease.key.expert for lease in leases]
+            demand.release(leases)
+        return got
+
+    async def use(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """One whole demand."""
+        with self.coordinator.demand(layer, sorted(set(experts))) as demand:
+            return await self.drain(demand)
+
+    def assert_sound(self, *, idle: bool = True) -> None:
+        """Invariants that hold at any time, and those of a pipeline at rest."""
+        c, n = self.coordinator, self.counters
+        for pools, ledger in ((c._landing_pools, c._ram), (c._device_pools, c._vram)):
+            in_use = 0
+            for pool in pools:
+                free = set(map(id, pool.free))
+                assert len(free) == len(pool.free)
+                unavailable = 0
+                for slot in pool.slots:
+                    is_free = slot.state is SlotState.FREE
+                    assert is_free == (id(slot) in free) == (slot.entry is None)
+                    if is_free:
+                        continue
+                    in_use += slot.n_bytes
+                    entry = slot.entry
+                    assert entry is not None
+                    assert slot is (entry.landing if pools is c._landing_pools else entry.device)
+                    admitted = entry.item in pool.policy._admitted  # type: ignore[attr-defined]
+                    ahead = entry in pool.guesses or entry in pool.exact
+                    unavailable += not admitted and (not ahead or entry.stage != 0)
+                    assert not (admitted and slot.pins)
+                    assert (slot.state is SlotState.LEASED) == (slot.pins > 0)
+                    if idle:
+                        assert slot.state is SlotState.RESIDENT or ahead
+                assert unavailable == pool.n_unavailable
+                if idle:
+                    assert pool.n_unavailable == 0 and not pool.open
+                    assert pool.wanted.head() is None
+            assert in_use == ledger.used_bytes <= ledger.peak_bytes <= ledger.limit_bytes
+        assert n.hits_ram + n.misses_ram == n.misses_device
+        assert n.duplicate_reads == 0
+        waiting = sum(e.wish == 1 for lane in c._lanes.values() for e in lane.wishes)
+        assert n.guesses_issued == n.guesses_useful + n.guesses_wasted + waiting
