@@ -18,41 +18,34 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from aprefetch.device.base import Device
-from aprefetch.errors import RuntimeClosedError, RuntimeStateError
-from aprefetch.pipeline.arena import Pool, carve
+from aprefetch.errors import AprefetchError, DeviceError, RuntimeClosedError, RuntimeStateError
+from aprefetch.pipeline.arena import Pool
 from aprefetch.pipeline.budget import (
-    Ledger,
-    PoolPlan,
     device_classes,
-    divide,
     landing_classes,
     minimum_bytes,
-    staging,
 )
-from aprefetch.pipeline.cache import Policy, new_policy
 from aprefetch.pipeline.demand import Demand
 from aprefetch.pipeline.guesses import GuessTrust
 from aprefetch.pipeline.objects import Entry, Lane, ObjectRead, Stage, WantQueue, Wish
 from aprefetch.pipeline.reader import Priority, Reader, ReadJob
 from aprefetch.pipeline.slots import Lease, Slot, SlotState, move
+from aprefetch.pipeline.tiers import Tiers
 from aprefetch.pipeline.uploader import Uploader
 from aprefetch.stats import Counters
 from aprefetch.storage.experts import ExpertSource
 from aprefetch.trace import Kind, Tracer
-from aprefetch.types import DEVICE_ALIGNMENT, ExpertKey
 
 __all__ = ["Coordinator", "Demand", "Lease"]
 
 _FREE, _READING, _READY = SlotState.FREE, SlotState.READING, SlotState.READY
 _UPLOADING, _RESIDENT, _LEASED = SlotState.UPLOADING, SlotState.RESIDENT, SlotState.LEASED
 _DRAINING, _FAILED = SlotState.DRAINING, SlotState.FAILED
-
-_Evict = Callable[[Entry], None]
 
 _KINDS: dict[Priority, Kind] = {
     Priority.DEMAND: "demand",
@@ -101,41 +94,17 @@ class Coordinator:
         self._tracer = tracer
         self._guess_share = guess_share
         self._trust = GuessTrust()
-        self._keeps_copies = ram_budget > 0
-        landing_kinds, device_kinds = landing_classes(experts), device_classes(experts)
-        device_plans = divide(device_kinds, vram_budget, option="vram_budget")
-        landing_plans = (
-            divide(landing_kinds, ram_budget, option="ram_budget")
-            if self._keeps_copies
-            else staging(landing_kinds)
+        self._tiers = Tiers(
+            experts,
+            vram_budget=vram_budget,
+            ram_budget=ram_budget,
+            policy=policy,
+            counters=counters,
         )
-        n_objects = sum(layout.n_experts for layout in experts.layers.values())
-
-        def make_policy(plan: PoolPlan) -> Policy:
-            # Two rounds over all objects: with k of E experts used per token, 2 E / k tokens.
-            return new_policy(policy, half_life=2.0 * n_objects)
-
-        self._vram = Ledger(sum(plan.n_bytes for plan in device_plans))
-        self._ram = Ledger(sum(plan.n_bytes for plan in landing_plans))
-        landing, landing_bytes = carve(landing_plans, self._ram, make_policy, WantQueue)
-        devices, device_bytes = carve(device_plans, self._vram, make_policy, WantQueue)
-        self._landing_pools = tuple(dict.fromkeys(landing.values()))
-        self._device_pools = tuple(dict.fromkeys(devices.values()))
-        self._lanes: dict[int, Lane] = {}
-        first = 0
-        for layer, layout in experts.layers.items():
-            self._lanes[layer] = Lane(
-                layer,
-                layout.n_experts,
-                layout.payload_bytes,
-                first,
-                landing[layer],
-                devices[layer],
-            )
-            first += layout.n_experts
-        self._objects: list[Entry | None] = [None] * n_objects
-        self._host = device.alloc_host(max(landing_bytes, 1), experts.alignment)
-        self._arena: Tensor | None = device.alloc_slots(max(device_bytes, DEVICE_ALIGNMENT))
+        self._objects = self._tiers.objects
+        self._lanes = self._tiers.lanes
+        self._host = device.alloc_host(max(self._tiers.landing_bytes, 1), experts.alignment)
+        self._arena: Tensor | None = device.alloc_slots(max(self._tiers.device_bytes, 1))
         self._uploader: Uploader | None = Uploader(
             experts, device, self._host.tensor, self._arena, counters, tracer
         )
@@ -163,15 +132,8 @@ class Coordinator:
         return self._arena
 
     def memory(self) -> dict[str, int]:
-        """Bytes of each tier: in use, most ever in use, and the budget (rounded to slots)."""
-        return {
-            "vram_used_bytes": self._vram.used_bytes,
-            "vram_peak_bytes": self._vram.peak_bytes,
-            "vram_budget_bytes": self._vram.limit_bytes,
-            "ram_used_bytes": self._ram.used_bytes,
-            "ram_peak_bytes": self._ram.peak_bytes,
-            "ram_budget_bytes": self._ram.limit_bytes,
-        }
+        """Bytes of each tier: in use, most ever in use, and the budget (whole slots)."""
+        return self._tiers.memory()
 
     # -- demands ----------------------------------------------------------------------------
 
@@ -197,7 +159,7 @@ class Coordinator:
         touch, first, objects = pool.policy.touch, lane.first_item, self._objects
         n_hits = 0
         for expert in experts:
-            entry = objects[first + expert] or self._new_entry(lane, expert)
+            entry = objects[first + expert] or self._tiers.new_entry(lane, expert)
             touch(entry.item)
             if entry.wish:
                 self._confirm(entry)
@@ -209,7 +171,7 @@ class Coordinator:
             if slot.pins:
                 slot.pins += 1
             elif not pool.open or pool.has_spare():
-                self._claim(pool, entry, slot)
+                self._tiers.claim(pool, entry, slot)
                 slot.pins = 1
             else:  # promised when the older demands leave room
                 entry.waiters.append(demand)
@@ -233,11 +195,6 @@ class Coordinator:
         if lane is None:
             raise RuntimeStateError(f"layer {layer} has no routed experts")
         return lane
-
-    def _new_entry(self, lane: Lane, expert: int) -> Entry:
-        entry = Entry(ExpertKey(lane.layer, expert), lane)
-        self._objects[entry.item] = entry
-        return entry
 
     def _miss(self, demand: Demand, entry: Entry) -> None:
         """Note that `demand` lacks `entry`, and see that it is under way."""
@@ -357,7 +314,7 @@ class Coordinator:
                 raise RuntimeStateError(
                     f"layer {layer} has experts 0 to {lane.n_experts - 1}, not {expert}"
                 )
-            entry = self._objects[lane.first_item + expert] or self._new_entry(lane, expert)
+            entry = self._objects[lane.first_item + expert] or self._tiers.new_entry(lane, expert)
             if entry.device is not None or entry.stage or entry.wish or entry.waiters:
                 self._counters.guesses_dropped += not exact
             elif exact:
@@ -394,7 +351,8 @@ class Coordinator:
             return False
         if not self._trust.admits():
             return False
-        if not self._make_room_for_guess(landing, entry, self._evict_copy):
+        displaces = self._trust.may_evict()
+        if not self._tiers.make_room_for_guess(landing, entry, may_displace=displaces):
             return False
         entry.wish = Wish.GUESS
         landing.guesses[entry] = None
@@ -407,7 +365,8 @@ class Coordinator:
         quota = int(self._guess_share * pool.n_slots)
         if len(pool.guesses) >= quota or pool.wanted or not pool.has_spare():
             return False
-        if not self._make_room_for_guess(pool, entry, self._evict):
+        displaces = self._trust.may_evict()
+        if not self._tiers.make_room_for_guess(pool, entry, may_displace=displaces):
             return False
         entry.wish = Wish.GUESS
         pool.guesses[entry] = None
@@ -416,25 +375,12 @@ class Coordinator:
         self._upload(entry, pool.take())
         return True
 
-    def _make_room_for_guess(self, pool: Pool, entry: Entry, evict: _Evict) -> bool:
-        """Free room, or room of an object that a guess may displace."""
-        if pool.free:
-            return True
-        policy = pool.policy
-        victim = policy.coldest()
-        if victim is None:
-            return False
-        if policy.score(victim) > policy.score(entry.item) and not self._trust.may_evict():
-            return False
-        evict(self._object(victim))
-        return True
-
     def _confirm(self, entry: Entry) -> None:
         """A demand asks for an object that was wished for."""
         if entry.wish is Wish.GUESS:
             self._counters.guesses_useful += 1
             self._trust.resolved(True)
-        self._forget_wish(entry, keeps_copy=True)
+        self._forget_wish(entry, stays=True)
 
     def _drop_wish(self, entry: Entry) -> None:
         """A wish did not come true, or gives way to a demand."""
@@ -443,10 +389,10 @@ class Coordinator:
             self._trust.resolved(False)
             if entry.job is None or entry.job.start_ns:
                 self._counters.bytes_wasted += entry.wish_bytes
-        self._forget_wish(entry, keeps_copy=self._keeps_copies)
+        self._forget_wish(entry)
         self._abandon(entry)
 
-    def _forget_wish(self, entry: Entry, *, keeps_copy: bool) -> None:
+    def _forget_wish(self, entry: Entry, *, stays: bool = False) -> None:
         """From now on the object is like any other; whatever is going on with it goes on."""
         lane = entry.lane
         entry.wish = Wish.NONE
@@ -458,7 +404,7 @@ class Coordinator:
             if slot is None or entry.stage:
                 continue
             if pool is lane.landing:
-                self._settle_copy(entry, slot, keeps_copy=keeps_copy)
+                self._tiers.settle_copy(entry, slot, stays=stays)
             elif slot.state is _RESIDENT:
                 pool.policy.admit(entry.item)
 
@@ -476,80 +422,7 @@ class Coordinator:
             assert entry.landing is not None
             entry.stage = Stage.IDLE
             entry.lane.landing.n_unavailable -= 1
-            self._settle_copy(entry, entry.landing, keeps_copy=self._keeps_copies)
-
-    # -- room -------------------------------------------------------------------------------
-
-    def _object(self, item: int) -> Entry:
-        entry = self._objects[item]
-        assert entry is not None
-        return entry
-
-    def _claim(self, pool: Pool, entry: Entry, slot: Slot) -> None:
-        """A resident object is promised to a demand."""
-        move(slot, _LEASED)
-        pool.n_unavailable += 1
-        pool.policy.hold(entry.item)
-
-    def _may_claim(self, pool: Pool, entry: Entry) -> bool:
-        """Whether the object's turn has come to take one more slot of `pool`."""
-        if not entry.waiters:
-            return len(pool.exact) < pool.n_slots // 2 and pool.has_spare()
-        return entry.waiters[0] is pool.oldest() or pool.has_spare()
-
-    def _make_room(self, pool: Pool, entry: Entry, evict: _Evict) -> bool:
-        """See that `pool` has a free slot for a demand or an exact wish."""
-        if pool.free:
-            return True
-        victim = pool.policy.coldest()
-        if victim is None and entry.waiters:
-            # Nothing else is left: what came ahead of its turn gives way.
-            for ahead in (*pool.guesses, *pool.exact):
-                if ahead.stage is Stage.IDLE:
-                    self._drop_wish(ahead)
-                    break
-            if pool.free:
-                return True
-            victim = pool.policy.coldest()
-        if victim is None:
-            return False
-        evict(self._object(victim))
-        return True
-
-    def _evict(self, entry: Entry) -> None:
-        """Take an object from the device. Its copy in RAM, if there is one, counts as used."""
-        pool, slot = entry.lane.device, entry.device
-        assert slot is not None
-        move(slot, _FREE)
-        pool.policy.hold(entry.item)
-        pool.give(slot)
-        entry.device = None
-        self._counters.evictions_device += 1
-        if entry.landing is not None:
-            entry.lane.landing.policy.touch(entry.item)
-
-    def _evict_copy(self, entry: Entry) -> None:
-        """Drop an object's copy in host RAM."""
-        slot = entry.landing
-        assert slot is not None
-        move(slot, _FREE)
-        self._free_landing(entry, slot)
-        self._counters.evictions_ram += 1
-
-    def _free_landing(self, entry: Entry, slot: Slot) -> None:
-        entry.lane.landing.policy.hold(entry.item)
-        entry.lane.landing.give(slot)
-        entry.landing = None
-
-    def _settle_copy(self, entry: Entry, slot: Slot, *, keeps_copy: bool) -> None:
-        """Bytes in RAM that nothing is going on with: a cached copy, or nothing if RAM is off."""
-        if keeps_copy:
-            if slot.state is not _RESIDENT:
-                move(slot, _RESIDENT)
-            entry.lane.landing.policy.admit(entry.item)
-        else:
-            move(slot, _FREE)
-            self._free_landing(entry, slot)
+            self._tiers.settle_copy(entry, entry.landing)
 
     # -- movement ---------------------------------------------------------------------------
 
@@ -562,10 +435,10 @@ class Coordinator:
             goes_on = True
             while goes_on:
                 goes_on = False
-                for pool in self._landing_pools:
+                for pool in self._tiers.landing_pools:
                     if pool.wanted:
                         goes_on |= self._feed_landing(pool)
-                for pool in self._device_pools:
+                for pool in self._tiers.device_pools:
                     if pool.wanted:
                         goes_on |= self._feed_device(pool)
         finally:
@@ -574,14 +447,14 @@ class Coordinator:
     def _feed_landing(self, pool: Pool) -> bool:
         """Begin reads for those whose turn it is; whether another pool's queue has grown."""
         has_staged = False
-        while (entry := pool.wanted.head()) is not None and self._may_claim(pool, entry):
+        while (entry := pool.wanted.head()) is not None and self._tiers.may_claim(pool, entry):
             if entry.landing is not None:  # has been in RAM all along
                 if entry.wish is Wish.EXACT:
                     pool.exact[entry] = None
                 self._stage(entry)
                 has_staged = True
                 continue
-            if not self._make_room(pool, entry, self._evict_copy):
+            if not self._tiers.make_room(pool, entry, self._drop_wish):
                 break
             WantQueue.drop(entry)
             if entry.wish is Wish.EXACT:
@@ -603,14 +476,14 @@ class Coordinator:
                 WantQueue.drop(entry)
                 self._grant(entry, slot)
                 continue
-            if not self._may_claim(pool, entry):
+            if not self._tiers.may_claim(pool, entry):
                 break
             if slot is not None:
                 WantQueue.drop(entry)
-                self._claim(pool, entry, slot)
+                self._tiers.claim(pool, entry, slot)
                 self._grant(entry, slot)
                 continue
-            if not self._make_room(pool, entry, self._evict):
+            if not self._tiers.make_room(pool, entry, self._drop_wish):
                 break
             WantQueue.drop(entry)
             if entry.wish is Wish.EXACT:
@@ -662,13 +535,13 @@ class Coordinator:
             self._tracer.read(entry.key, job.start_ns, job.end_ns, n_bytes, kind)
         if slot.state is _DRAINING:
             move(slot, _FREE)
-            self._free_landing(entry, slot)
+            self._tiers.free_landing(entry, slot)
             if entry.waiters or entry.wish:
                 self._route(entry, ahead=True)
         elif error is not None:
             move(slot, _FAILED)
             move(slot, _FREE)
-            self._free_landing(entry, slot)
+            self._tiers.free_landing(entry, slot)
             self._fail(entry, error)
         else:
             move(slot, _READY)
@@ -680,7 +553,7 @@ class Coordinator:
         if entry.waiters or entry.wish is Wish.EXACT:
             self._stage(entry)
         elif entry.wish is Wish.NONE:
-            self._settle_copy(entry, slot, keeps_copy=self._keeps_copies)
+            self._tiers.settle_copy(entry, slot)
         elif not self.is_closed:
             self._upload_ahead(entry)  # else it stays in RAM until its layer's turn
 
@@ -688,7 +561,10 @@ class Coordinator:
         """Tell those who wait that the object will not come, this time."""
         if entry.wish:
             self._drop_wish(entry)
-        failure = error if isinstance(error, Exception) else RuntimeStateError(str(error))
+        failure = error
+        if not isinstance(failure, AprefetchError):
+            failure = DeviceError(f"expert {tuple(entry.key)} could not be loaded: {error}")
+            failure.__cause__ = error
         waiters, entry.waiters = entry.waiters, []
         for demand in waiters:
             demand.failed[entry.key.expert] = failure
@@ -717,7 +593,7 @@ class Coordinator:
         lane.landing.n_unavailable -= 1
         lane.landing.guesses.pop(entry, None)
         lane.landing.exact.pop(entry, None)
-        self._settle_copy(entry, copy, keeps_copy=self._keeps_copies)
+        self._tiers.settle_copy(entry, copy)
         if error is not None:
             move(slot, _FAILED)
             move(slot, _FREE)

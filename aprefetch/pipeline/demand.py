@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from aprefetch.errors import RuntimeClosedError, RuntimeStateError
+from aprefetch.errors import AprefetchError, RuntimeClosedError, RuntimeStateError
 from aprefetch.pipeline.objects import Entry, Lane
 from aprefetch.pipeline.slots import Lease
 
@@ -46,7 +46,7 @@ class Demand:
         self.sequence = sequence  # demands are served in this order
         self.ready: list[Entry] = []  # pinned for this demand and not yet taken
         self.missing: dict[Entry, None] = {}  # not there yet
-        self.failed: dict[int, Exception] = {}
+        self.failed: dict[int, AprefetchError] = {}
         """Experts that will not come, with the reason (a `ReadError`). The next demand for one of
         them reads it again."""
         self._leases: list[Lease] = []

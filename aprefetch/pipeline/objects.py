@@ -12,7 +12,7 @@ from heapq import heappop, heappush, heapreplace
 from typing import TYPE_CHECKING
 
 from aprefetch.pipeline.reader import ReadJob
-from aprefetch.types import ExpertKey
+from aprefetch.types import ExpertKey, LayerLayout
 
 if TYPE_CHECKING:
     from aprefetch.pipeline.arena import Pool
@@ -51,15 +51,14 @@ class Lane:
     def __init__(
         self,
         layer: int,
-        n_experts: int,
-        payload_bytes: int,
+        layout: LayerLayout,
         first_item: int,
         landing: Pool,
         device: Pool,
     ) -> None:
         self.layer = layer
-        self.n_experts = n_experts
-        self.payload_bytes = payload_bytes
+        self.n_experts = layout.n_experts
+        self.payload_bytes = layout.payload_bytes
         self.first_item = first_item  # number of expert 0 in the policies
         self.landing = landing
         self.device = device

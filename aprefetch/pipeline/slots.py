@@ -72,10 +72,11 @@ def move(slot: Slot, state: SlotState) -> None:
 class Lease:
     """The right to read one object in the device arena, until it is released to its demand."""
 
-    __slots__ = ("_slot", "key")
+    __slots__ = ("_slot", "expert", "key")
 
     def __init__(self, key: ExpertKey, slot: Slot) -> None:
         self.key = key
+        self.expert = key[1]
         self._slot: Slot | None = slot
 
     @property

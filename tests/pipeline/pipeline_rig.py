@@ -83,8 +83,8 @@ class Rig:
 
     def assert_sound(self, *, idle: bool = True) -> None:
         """Invariants that hold at any time, and those of a pipeline at rest."""
-        c, n = self.coordinator, self.counters
-        for pools, ledger in ((c._landing_pools, c._ram), (c._device_pools, c._vram)):
+        c, n = self.coordinator._tiers, self.counters
+        for pools, ledger in ((c.landing_pools, c.ram), (c.device_pools, c.vram)):
             in_use = 0
             for pool in pools:
                 free = set(map(id, pool.free))
@@ -98,7 +98,7 @@ class Rig:
                     in_use += slot.n_bytes
                     entry = slot.entry
                     assert entry is not None
-                    assert slot is (entry.landing if pools is c._landing_pools else entry.device)
+                    assert slot is (entry.landing if pools is c.landing_pools else entry.device)
                     admitted = entry.item in pool.policy._admitted  # type: ignore[attr-defined]
                     ahead = entry in pool.guesses or entry in pool.exact
                     unavailable += not admitted and (not ahead or entry.stage != 0)
@@ -113,5 +113,5 @@ class Rig:
             assert in_use == ledger.used_bytes <= ledger.peak_bytes <= ledger.limit_bytes
         assert n.hits_ram + n.misses_ram == n.misses_device
         assert n.duplicate_reads == 0
-        waiting = sum(e.wish == 1 for lane in c._lanes.values() for e in lane.wishes)
+        waiting = sum(e.wish == 1 for lane in c.lanes.values() for e in lane.wishes)
         assert n.guesses_issued == n.guesses_useful + n.guesses_wasted + waiting
