@@ -335,3 +335,23 @@ async def test_the_loop_may_die_before_the_reader(tmp_path: Path) -> None:
     await until(lambda: not any(thread.is_alive() for thread in threads))
     for fd in list(gate._opened):
         os.close(fd)
+
+
+def test_on_uvloop(tmp_path: Path) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    ((path, data),) = write_files(tmp_path, [20 * SECTOR])
+
+    async def main() -> None:
+        outcome, landing = Outcome(), Landing(20 * SECTOR)
+        reader = ThreadReader([path], counters=Counters(), files=ReorderFiles(seed=2))
+        for n in range(20):
+            read = span(0, n * SECTOR, SECTOR, n * SECTOR)
+            reader.submit(
+                ReadJob(ExpertKey(0, n), [read], landing.view, Priority.DEMAND, outcome.done)
+            )
+        await outcome.wait(20)
+        assert landing.view == data
+        await reader.aclose()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
