@@ -11,7 +11,7 @@ Every row of a result depends only on the same row of the input, to the last bit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,17 @@ from torch import Tensor
 from aprefetch.quant.base import QuantTensor
 from aprefetch.types import LayerLayout
 
-__all__ = ["Ops"]
+__all__ = ["Ops", "Situ"]
+
+
+class Situ(NamedTuple):
+    """The gated activation `beta tanh(g / beta) sigmoid(g) * linear_beta tanh(u / linear_beta)`.
+
+    With `linear_beta <= 0` the up side stays as it is.
+    """
+
+    beta: float
+    linear_beta: float
 
 
 class Ops(Protocol):
@@ -193,18 +203,107 @@ class Ops(Protocol):
         limit: float,
         out: Tensor,
         out_rows: Tensor,
+        activation: Situ | None = None,
     ) -> None:
-        """Run several experts of one layer straight from their device slots (SwiGLU MLP).
+        """Run several experts of one layer straight from their device slots (gated MLP).
 
         Expert e lies in `arena` (uint8) at byte `slot_offsets[e]`, its roles at
         `layout.device_offsets`. Its input rows are `x[pair_rows[i]]` for i in
         `pair_starts[e]..pair_starts[e + 1]`, and the result of pair i goes to `out[out_rows[i]]`
-        (`out [T * K, n_out of down]`). `pair_rows`, `out_rows` are int64.
+        (`out [T * K, n_out of down]`). `pair_rows`, `out_rows` are int64. Without `activation` it
+        is `swiglu` with `limit`, else `situ`, and `limit` has no meaning.
         """
         ...
 
     def sum_experts(self, parts: Tensor, weights: Tensor) -> Tensor:
         """`sum_k weights[t, k] * parts[t, k]`, in ascending k -> `[T, D]`; `parts [T, K, D]`."""
+        ...
+
+    def situ(self, gate: Tensor, up: Tensor, activation: Situ) -> Tensor:
+        """The activation of `gate` and `up`, element by element; any equal shapes."""
+        ...
+
+    def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """`x * sigmoid(gate)`; equal numbers of elements, the result has the shape of `x`."""
+        ...
+
+    def residual_mix(self, streams: Tensor, score: Tensor, eps: float) -> Tensor:
+        """Attention over the residual streams of each token, `[T, S, D]` -> `[T, D]`.
+
+        Stream i is weighted by `softmax_i(sum(score * s_i) / sqrt(mean(s_i^2) + eps))`; what is
+        summed are the raw streams. Rows of D are contiguous, other strides may be any.
+        """
+        ...
+
+    def short_conv(self, x: Tensor, history: Tensor, weight: Tensor) -> Tensor:
+        """`silu` of a causal convolution per channel over one sequence's tokens, `[T, C]`.
+
+        `weight [C, taps]`, its last tap meets the current token. `history [taps - 1, C]` holds the
+        inputs before `x [T, C]`, the oldest first, and is moved on in place.
+        """
+        ...
+
+    def delta_rule(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        decay: Tensor,
+        beta: Tensor,
+        decay_bias: Tensor,
+        rate: Tensor,
+        memory: Tensor,
+        *,
+        lower_bound: float | None,
+        eps: float,
+    ) -> Tensor:
+        """Kimi delta attention over one sequence's tokens, `[T, H * d]` -> `[T, H, d]`.
+
+        `q`, `k`, `v`, `decay` are `[T, H * d]`, `beta [T, H]`; all raw. Per head:
+
+            q, k    normalised: u / sqrt(sum(u^2) + eps)
+            f       = decay + decay_bias [H * d], rate [H] > 0
+            g       = lower_bound * sigmoid(rate * f), or -rate * softplus(f) without a bound
+            S       = exp(g) * S, along the key axis
+            S       = S + k (sigmoid(beta) * (v - S^T k))^T
+            out     = S^T q / sqrt(d)
+
+        `memory [H, d, d]` (key axis, value axis) is S and is moved on in place. An implementation
+        that is `batch_invariant` gives the same bits however the tokens are cut into calls.
+        """
+        ...
+
+    def attend_latent(
+        self, q: Tensor, rows: Tensor, first_position: int, n_value: int, scale: float
+    ) -> Tensor:
+        """Causal attention of one sequence's chunk over its latent rows.
+
+        `q [T, H, w]`; query t stands at `first_position + t` and sees `rows [M, w]` up to that
+        position, `M = first_position + T`. Values are the first `n_value` columns of the rows.
+        Returns `[T, H, n_value]`.
+        """
+        ...
+
+    def route_sigmoid(
+        self,
+        scores: Tensor,
+        bias: Tensor,
+        k: int,
+        *,
+        normalise: bool,
+        scale: float,
+        n_groups: int = 1,
+        n_used_groups: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        """As `route`, by `sigmoid(scores) + bias`.
+
+        With several groups of neighbouring experts, only the `n_used_groups` whose two best biased
+        values have the largest sum take part.
+        """
+        ...
+
+    def sigmoid_scores(self, scores: Tensor, bias: Tensor) -> Tensor:
+        """What `route_sigmoid` ranks by: `sigmoid(scores) + bias` -> `[T, E]`."""
         ...
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -164,6 +164,11 @@ class DenseLoader:
     def __contains__(self, name: str) -> bool:
         return name in self._source.tensors
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape in the file, without taking the tensor; empty if there is none."""
+        facts = self._source.tensors.get(name)
+        return () if facts is None else tuple(facts.shape)
+
     def _facts(self, name: str, shape: tuple[int, ...]) -> TensorFacts:
         facts = self._source.tensors.get(name)
         if facts is None:
@@ -195,9 +200,16 @@ class DenseLoader:
                 "convert it to one of " + ", ".join(sorted(type_name(t) for t in SUPPORTED))
             )
 
-    def matrix(self, name: str, n_out: int, n_in: int, part: str) -> QuantTensor:
-        """A weight `[n_out, n_in]`, kept in the file's encoding."""
-        facts = self._facts(name, (n_out, n_in))
+    def matrix(
+        self, name: str, n_out: int, n_in: int, part: str, *, n_stacked: int | None = None
+    ) -> QuantTensor:
+        """A weight `[n_out, n_in]`, kept in the file's encoding.
+
+        With `n_stacked` the file holds `[n_stacked, n_out, n_in]` and the result has the matrices
+        below each other, `[n_stacked * n_out, n_in]`.
+        """
+        facts = self._facts(name, (n_out, n_in) if n_stacked is None else (n_stacked, n_out, n_in))
+        n_out *= n_stacked or 1
         self._check_type(name, facts)
         raw = self._read(name, facts, part).view(n_out, -1)
         return QuantTensor(raw, facts.ggml_type, n_out, n_in)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aprefetch.kernels.ops import Ops
+from aprefetch.kernels.ops import Ops, Situ
 from aprefetch.types import LayerLayout
 
 __all__ = ["ExpertLease", "RoutedCall"]
@@ -41,6 +41,7 @@ class RoutedCall:
         "_all_rows",
         "_order",
         "_starts",
+        "activation",
         "experts",
         "finishing",
         "ids",
@@ -65,13 +66,18 @@ class RoutedCall:
         ids: Tensor,
         limit: float,
         streams: Tensor,
+        activation: Situ | None = None,
     ) -> None:
-        """`x [T, D]` inputs, `ids [T, K]` int32 ascending in rows, `streams` for the lookahead."""
+        """`x [T, D]` inputs, `ids [T, K]` int32 ascending in rows, `streams` for the lookahead.
+
+        `activation` stands in for SwiGLU with `limit`.
+        """
         self.layer = layer
         self.layout = layout
         self.ops = ops
         self.x = x
         self.limit = limit
+        self.activation = activation
         self.streams = streams
         self.finishing = False
         self.ids: npt.NDArray[np.int32] = ids.cpu().numpy()
@@ -110,9 +116,11 @@ class RoutedCall:
             starts = np.cumsum([0, *(stop - start for start, stop in spans)]).tolist()
             order = torch.cat([self._order[start:stop] for start, stop in spans])
             rows = order // self.top_k
-        self.ops.experts(
-            self.x, arena, offsets, self.layout, starts, rows, self.limit, self.parts, order
-        )
+        where = (self.x, arena, offsets, self.layout, starts, rows, self.limit, self.parts, order)
+        if self.activation is None:
+            self.ops.experts(*where)
+        else:
+            self.ops.experts(*where, activation=self.activation)
 
     def _span(self, index: int) -> tuple[int, int]:
         return self._starts[index], self._starts[index + 1]

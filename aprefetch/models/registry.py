@@ -10,7 +10,7 @@ import torch
 
 from aprefetch.errors import SourceError, UnsupportedModelError
 from aprefetch.kernels.ops import Ops
-from aprefetch.models import deepseek_v4
+from aprefetch.models import deepseek_v4, kimi_k3
 from aprefetch.models.base import Model
 from aprefetch.models.loading import DenseSource
 from aprefetch.types import LayerLayout
@@ -42,6 +42,15 @@ _KNOWN = {
         check=deepseek_v4.DeepseekV4Args.from_metadata,
         load=deepseek_v4.DeepseekV4,
     ),
+    **{
+        name: Architecture(
+            name=name,
+            n_layers=kimi_k3.n_main_layers,
+            check=kimi_k3.KimiArgs.from_metadata,
+            load=kimi_k3.Kimi,
+        )
+        for name in (kimi_k3.KIMI_K3, kimi_k3.KIMI_LINEAR)
+    },
 }
 
 

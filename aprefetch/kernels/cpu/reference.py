@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from aprefetch.kernels.cpu.reference_kimi import KimiReferenceOps, experts_one_by_one
+from aprefetch.kernels.ops import Situ
 from aprefetch.quant import dequantize
 from aprefetch.quant.base import QuantTensor
 from aprefetch.types import LayerLayout
@@ -22,7 +24,7 @@ __all__ = ["ReferenceOps"]
 _SMALLEST_WEIGHT_SUM = 2.0**-14  # llama.cpp's guard for the sum of selected weights
 
 
-class ReferenceOps:
+class ReferenceOps(KimiReferenceOps):
     """See `aprefetch.kernels.ops.Ops` for shapes and meaning."""
 
     name = "reference"
@@ -247,22 +249,12 @@ class ReferenceOps:
         limit: float,
         out: Tensor,
         out_rows: Tensor,
+        activation: Situ | None = None,
     ) -> None:
-        for e, offset in enumerate(slot_offsets):
-            pairs = slice(pair_starts[e], pair_starts[e + 1])
-            gate, up, down = (
-                self._role(arena, offset, layout, index) for index in range(len(layout.roles))
-            )
-            rows = x[pair_rows[pairs]]
-            hidden = self.swiglu(self.linear(rows, gate), self.linear(rows, up), limit)
-            out[out_rows[pairs]] = self.linear(hidden, down)
-
-    @staticmethod
-    def _role(arena: Tensor, offset: int, layout: LayerLayout, index: int) -> QuantTensor:
-        role = layout.roles[index]
-        start = offset + layout.device_offsets[index]
-        raw = arena[start : start + role.n_bytes].view(role.n_out, -1)
-        return QuantTensor(raw, role.ggml_type, role.n_out, role.n_in)
+        experts_one_by_one(
+            self, x, arena, slot_offsets, layout, pair_starts, pair_rows, limit, out, out_rows,
+            activation,
+        )  # fmt: skip
 
     def sum_experts(self, parts: Tensor, weights: Tensor) -> Tensor:
         total = weights[:, 0, None] * parts[:, 0]
