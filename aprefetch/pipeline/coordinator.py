@@ -330,8 +330,8 @@ class Coordinator:
 
     def end_layer(self, layer: int) -> None:
         """The layer's turn is over: wishes for it that no demand took up are dropped."""
-        lane = self._lane(layer)
-        if lane.wishes:
+        lane = self._lanes.get(layer)
+        if lane is not None and lane.wishes and not self.is_closed:
             for entry in list(lane.wishes):
                 self._drop_wish(entry)
             self._pump()

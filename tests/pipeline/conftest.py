@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from objects_on_disk import FileExperts
-from pipeline_rig import SIZES, Rig
+from pipeline_rig import SIZES, Rig, ScriptedReader
 
 
 @pytest.fixture
@@ -28,3 +29,14 @@ async def rig(experts: FileExperts) -> AsyncIterator[Callable[..., Rig]]:
             return made
 
         yield make
+
+
+@pytest.fixture
+async def scripted(rig: Callable[..., Rig]) -> Callable[..., Rig]:
+    """Makes pipelines whose reader does as it is told."""
+
+    def make(**options: Any) -> Rig:
+        loop = asyncio.get_running_loop()
+        return rig(reader=lambda base: ScriptedReader(base, loop), **options)
+
+    return make

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from objects_on_disk import FileExperts
 
 from aprefetch.device.cpu import CpuDevice
+from aprefetch.errors import ReadError
 from aprefetch.pipeline.coordinator import Coordinator, Demand
-from aprefetch.pipeline.reader import ThreadReader
+from aprefetch.pipeline.reader import ReadCancelled, ThreadReader
 from aprefetch.pipeline.slots import Lease, SlotState
 from aprefetch.stats import Counters
 
@@ -115,3 +117,67 @@ class Rig:
         assert n.duplicate_reads == 0
         waiting = sum(e.wish == 1 for lane in c.lanes.values() for e in lane.wishes)
         assert n.guesses_issued == n.guesses_useful + n.guesses_wasted + waiting
+
+
+class ScriptedReader:
+    """A reader that holds reads back, or fails them, as told; everything else is the real one's.
+
+    It stands between coordinator and reader, so a held read is like one in a slow drive's queue:
+    it can be promoted and cancelled.
+    """
+
+    def __init__(self, base: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self.base = base
+        self.loop = loop
+        self.held: dict[Any, Any] = {}  # key -> job
+        self.holds: Callable[[Any], bool] = lambda job: False
+        self.fails: Callable[[Any], bool] = lambda job: False
+        self.log: list[tuple[str, Any, int]] = []  # (what, key, priority)
+
+    def submit(self, job: Any) -> None:
+        self.log.append(("submit", job.key, job.priority))
+        if self.holds(job):
+            self.held[job.key] = job
+        else:
+            self._pass_on(job)
+
+    def _pass_on(self, job: Any) -> None:
+        if self.fails(job):
+            read = job.reads[0]
+            error = ReadError(
+                "input/output error", path="x", offset=read.offset, length=read.length, key=job.key
+            )
+            self.loop.call_soon(job.done, job, error)
+        else:
+            self.base.submit(job)
+
+    def let_go(self, key: Any = None) -> None:
+        """Go on with one held read, or with all, the last first."""
+        for name in [key] if key is not None else list(self.held)[::-1]:
+            self._pass_on(self.held.pop(name))
+
+    def promote(self, job: Any, priority: Any) -> None:
+        self.log.append(("promote", job.key, priority))
+        if job.key in self.held:
+            job.priority = min(job.priority, priority)
+        else:
+            self.base.promote(job, priority)
+
+    def cancel(self, job: Any) -> None:
+        self.log.append(("cancel", job.key, job.priority))
+        if self.held.get(job.key) is job:
+            del self.held[job.key]
+            self.loop.call_soon(job.done, job, ReadCancelled("cancelled"))
+        else:
+            self.base.cancel(job)
+
+    async def aclose(self) -> None:
+        self.let_go()
+        await self.base.aclose()
+
+
+async def settle(rig: Rig) -> None:
+    """Until nothing moves."""
+    async with asyncio.timeout(10):
+        while rig.coordinator._n_moving:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.001)
