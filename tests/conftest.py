@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,3 +21,27 @@ sys.path.insert(0, str(TESTS.parent / "tools"))
 def oracle_dir() -> Path:
     """The oracle files (tests/data/oracle/README.md says what they hold)."""
     return TESTS / "data" / "oracle"
+
+
+def _our_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name.startswith("aprefetch")}
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_over(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No thread of ours and no descriptor outlives a test."""
+    threads, n_descriptors = _our_threads(), _descriptors()
+    yield
+    deadline_s = time.monotonic() + 2
+    while (_our_threads() - threads or _descriptors() > n_descriptors) and (
+        time.monotonic() < deadline_s
+    ):
+        gc.collect()  # sources that tests left open close when they are collected
+        time.sleep(0.01)
+    left = sorted(t.name for t in _our_threads() - threads)
+    assert not left, f"threads left over: {left}"
+    assert _descriptors() <= n_descriptors, "descriptors left over"

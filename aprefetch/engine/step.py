@@ -124,6 +124,8 @@ class StepRunner:
             if demand is not None:
                 demand.close()
             forward.close()
+            if self._lookahead is not None:
+                self._lookahead.forget()  # what a step that broke off had predicted
             for layer, known in self._announced.items():
                 if known:
                     known.clear()
