@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+try:
+    import uvloop
+except ImportError:  # not on Windows
+    uvloop = None
+
 TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS / "models"))  # helpers that several rooms' tests import
 sys.path.insert(0, str(TESTS.parent / "tools"))
+
+
+if uvloop is not None:
+    # uvloop keeps one pipe for the whole process; open it before tests count descriptors.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.sleep(0))
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The pipeline's and the runtime's own tests run on both event loops."""
+    both = item.path.parent.name == "pipeline" or item.path.name.startswith("test_runtime")
+    if both and uvloop is not None:
+        return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture(scope="session")
