@@ -76,10 +76,10 @@ async def test_requests_beside_each_other_get_what_they_get_alone(model, facts) 
     requests = [
         (facts["prompts"]["p7"]["ids"], {"seed": 1, "temperature": 1.5}),
         (facts["prompts"]["p40"]["ids"], GREEDY),
-        (facts["prompts"]["p150"]["ids"], {"seed": 2, "top_p": 0.9}),
+        (facts["prompts"]["p40"]["ids"][::-1], {"seed": 2, "top_p": 0.9}),
         (facts["prompts"]["p7"]["ids"], {"seed": 3, "top_k": 20, "presence_penalty": 1.0}),
     ]
-    async with Runtime.open(model, chunk_tokens=33) as rt:
+    async with Runtime.open(model, chunk_tokens=15) as rt:
         alone = [await rt.generate(ids, max_tokens=6, **kw) for ids, kw in requests]
         steps_alone = rt.stats().steps
         together = await asyncio.gather(
@@ -93,7 +93,7 @@ async def test_requests_beside_each_other_get_what_they_get_alone(model, facts) 
 
 async def test_a_long_prompt_does_not_hold_up_others(model, facts) -> None:
     order = []
-    async with Runtime.open(model, chunk_tokens=10, **OPTIONS) as rt:
+    async with Runtime.open(model, chunk_tokens=4, **OPTIONS) as rt:
 
         async def run(name: str, ids: list[int]) -> None:
             async for event in rt.stream(ids, max_tokens=5, **GREEDY):
@@ -122,14 +122,13 @@ async def test_only_so_many_run_at_a_time(model, facts) -> None:
 async def test_a_slow_reader_holds_up_its_own_request_only(model, facts) -> None:
     ids = facts["prompts"]["p7"]["ids"]
     async with Runtime.open(model, **OPTIONS) as rt:
-        async with rt.stream(ids, max_tokens=40, **GREEDY) as slow:
+        async with rt.stream(ids, max_tokens=30, **GREEDY) as slow:
             await anext(slow)
-            for _ in range(2):
-                done = await rt.generate(ids, max_tokens=20, **GREEDY)
-                assert done.token_ids == facts["greedy"]["p7"][:20]
-            assert len(slow.token_ids) <= 20
+            done = await rt.generate(ids, max_tokens=25, **GREEDY)
+            assert done.token_ids == facts["greedy"]["p7"][:25]
+            assert len(slow.token_ids) <= 18
             rest = [event.token_id async for event in slow]
-        assert [slow.token_ids[0], *rest] == facts["greedy"]["p7"][:40]
+        assert [slow.token_ids[0], *rest] == facts["greedy"]["p7"][:30]
 
 
 async def test_how_answers_end(model, facts) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import os
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 from aprefetch.cli import options
@@ -44,8 +47,9 @@ async def _converse(args: argparse.Namespace) -> int:
     async with Runtime.open(args.model, **runtime_options) as runtime:
         print(f"{runtime.model_info.name}: {_HELP}", file=sys.stderr)
         opening = [{"role": "system", "content": args.system}] if args.system else []
+        lines = _Lines()
         messages: list[dict[str, Any]] = list(opening)
-        while (line := await _ask()) is not None:
+        while (line := await lines.ask()) is not None:
             if line == "/quit":
                 break
             if line == "/reset":
@@ -62,12 +66,41 @@ async def _converse(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _ask() -> str | None:
-    """A line from the user, or None at the end of input."""
-    if sys.stdin.isatty():
-        print("> ", end="", file=sys.stderr, flush=True)
-    line = await asyncio.to_thread(sys.stdin.readline)
-    return line.strip() if line else None
+class _Lines:
+    """Lines of stdin, read on a thread that nobody has to wait for at the end.
+
+    A thread that blocks on a terminal cannot be stopped: one of the loop's own would hold up the
+    exit, and one that reads through `sys.stdin` would hold its lock.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._lines: asyncio.Queue[str | None] = asyncio.Queue()
+        threading.Thread(target=self._read, name="aprefetch-stdin", daemon=True).start()
+
+    def _read(self) -> None:
+        pending = b""
+        try:
+            while block := os.read(sys.stdin.fileno(), 65536):
+                *lines, pending = (pending + block).split(b"\n")
+                for line in lines:
+                    self._put(line.decode("utf-8", "replace"))
+        except OSError:
+            pass  # the terminal is gone: the end of input
+        if pending:
+            self._put(pending.decode("utf-8", "replace"))
+        self._put(None)
+
+    def _put(self, line: str | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            self._loop.call_soon_threadsafe(self._lines.put_nowait, line)
+
+    async def ask(self) -> str | None:
+        """A line from the user, or None at the end of input."""
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = await self._lines.get()
+        return line.strip() if line is not None else None
 
 
 async def _answer(
