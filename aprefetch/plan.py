@@ -153,7 +153,8 @@ def open_device(config: RuntimeConfig) -> Device:
     """
     if config.device == "cuda":
         raise DeviceError("device 'cuda' is not supported by this version; use 'auto' or 'cpu'")
-    return CpuDevice(config.kernels, config.n_threads)
+    kernels = "numba" if config.kernels == "fast" else config.kernels
+    return CpuDevice(kernels, config.n_threads)
 
 
 def examine(

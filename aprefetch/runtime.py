@@ -9,6 +9,7 @@ cancelled as well (a signal, the end of `asyncio.run`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -170,6 +171,8 @@ class Runtime:
         try:
             await asyncio.shield(opened)
         except BaseException:
+            if not opened.done():
+                self._supervisor.cancel()  # whoever waited has given up: open no further
             await self.aclose()
             raise
 
@@ -190,12 +193,11 @@ class Runtime:
                 finally:
                     self._is_open = False
         except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                opened.cancel()
+                raise
             if not opened.done():
                 opened.set_exception(error)
-                if isinstance(error, asyncio.CancelledError):
-                    raise
-            elif isinstance(error, asyncio.CancelledError):
-                raise
             else:
                 self._failure = self._failure or error
                 log.error("closing failed: %s", error)
@@ -568,7 +570,9 @@ async def _in_thread(fn: Callable[[], Any]) -> Any:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait({task})
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task})
         if not task.cancelled() and task.exception() is None:
             result = task.result()
             if isinstance(result, Examined):

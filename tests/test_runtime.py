@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime_parts import minimum_budgets, parts
+from runtime_parts import full_budgets, minimum_budgets, parts
 
 import aprefetch
 from aprefetch import Runtime, SamplingParams
@@ -241,6 +241,25 @@ async def test_a_read_error_ends_only_the_request_that_needs_the_bytes(model, fa
             files.lift()
             done = await rt.generate(ids, max_tokens=6, **GREEDY)
             assert done.token_ids == greedy[:6]
+
+
+async def test_a_read_error_leaves_others_in_the_same_step_alone(model, facts) -> None:
+    files = FaultFiles()
+    p7, p40 = facts["prompts"]["p7"]["ids"], facts["prompts"]["p40"]["ids"]
+    with parts(files, backoff_s=0):
+        async with Runtime.open(model, lookahead="off", **full_budgets(model)) as rt:
+            await rt.generate(p7, max_tokens=20, **GREEDY)  # its experts are resident now
+            files.fail(times=-1)
+            good, bad = await asyncio.gather(
+                rt.generate(p7, max_tokens=20, **GREEDY),
+                rt.generate(p40, max_tokens=20, **GREEDY),
+                return_exceptions=True,
+            )
+            assert isinstance(bad, aprefetch.ReadError)
+            assert good.token_ids == facts["greedy"]["p7"][:20]
+            files.lift()
+            done = await rt.generate(p40, max_tokens=20, **GREEDY)
+            assert done.token_ids == facts["greedy"]["p40"][:20]
 
 
 async def test_a_file_that_changes_under_a_live_run(model, facts, tmp_path) -> None:

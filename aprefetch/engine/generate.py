@@ -72,6 +72,7 @@ class Engine:
         self._counters = counters
         self._tracer = tracer
         self._check_source = check_source
+        self._n_checked_bytes = 0
         self._wake = asyncio.Event()
         self._stopping = False
         self._closed: Callable[[], BaseException] | None = None
@@ -156,13 +157,14 @@ class Engine:
 
     async def _step(self, batch: Sequence[Request]) -> None:
         chunks = [request.next_chunk(self._chunk_tokens) for request in batch]
-        n_read = self._counters.bytes_read
         try:
             result = await self._runner.step(
                 chunks, lambda: self._stopping or all(request.cancelled for request in batch)
             )
-            if self._check_source is not None and self._counters.bytes_read != n_read:
+            n_read = self._counters.bytes_read
+            if self._check_source is not None and n_read != self._n_checked_bytes:
                 self._check_source()
+                self._n_checked_bytes = n_read
         except StepAbandoned:
             for request in batch:
                 if request.cancelled:
