@@ -1,0 +1,460 @@
+"""`Ops` compiled for the CPU at hand.
+
+The classes here only check shapes, allocate results and pass addresses on; the work is in the
+kernels. Every result row depends on its own input row alone, bit for bit: not on the batch, the
+number of threads or the company of other experts. Calls may come from several threads at once.
+Operations that only Kimi models use are inherited in plain torch, token by token where it matters.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+from torch import Tensor
+
+from aprefetch.errors import InvalidRequestError, ModelError
+from aprefetch.kernels.cpu import attention, experts, layers
+from aprefetch.kernels.cpu.reference import ReferenceOps
+from aprefetch.kernels.cpu.reference_kimi import KimiReferenceOps, experts_one_by_one
+from aprefetch.kernels.ops import Situ
+from aprefetch.quant import dequantize, row_bytes
+from aprefetch.quant.base import QuantTensor
+from aprefetch.types import ROLES, LayerLayout
+
+__all__ = ["NumbaOps"]
+
+_f32 = torch.float32
+_empty = torch.empty
+
+_SPLIT_COST = 1 << 20
+"""Weight bytes times rows above which a call is worth the tens of microseconds of a hand-over."""
+
+_MAX_THREADS = 16
+
+
+def _flat(x: Tensor) -> Tensor:
+    """`x` as kernels want it: contiguous float32. Costs nothing when it is so already."""
+    if x.dtype is not _f32 or not x.is_contiguous():
+        return x.to(_f32).contiguous()
+    return x
+
+
+def _ids(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dtype is not dtype or not x.is_contiguous():
+        return x.to(dtype).contiguous()
+    return x
+
+
+def _wrong(name: str, got: object, wanted: object) -> ValueError:
+    return ValueError(f"{name}: got {got}, expected {wanted}")
+
+
+class NumbaOps(KimiReferenceOps):
+    """See `aprefetch.kernels.ops.Ops` for shapes and meaning."""
+
+    name = "numba"
+    batch_invariant = True
+
+    def __init__(self, n_threads: int | None = None) -> None:
+        """Args: n_threads: threads that share one large call; default is one per core."""
+        cores = os.cpu_count() or 1
+        self.n_threads = max(1, min(n_threads or cores, _MAX_THREADS))
+        self.device = torch.device("cpu")
+        self._pool = (
+            ThreadPoolExecutor(self.n_threads - 1, thread_name_prefix="aprefetch-kernel")
+            if self.n_threads > 1
+            else None
+        )
+        self._plain = ReferenceOps()
+        # Both keep what they are keyed by alive, so an id is never met again with another object.
+        self._tables: dict[int, tuple[LayerLayout, array[int], int, int]] = {}
+        self._floats: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def close(self) -> None:
+        """End the threads; the ops go on serially."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown()
+
+    def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return _empty(shape, dtype=dtype)
+
+    def _split(self, n: int, step: int, call: Callable[[int, int], object]) -> None:
+        """`call(start, stop)` over `0..n`, in parts that are multiples of `step`."""
+        pool = self._pool
+        if pool is None:
+            call(0, n)
+            return
+        part = -(-n // (self.n_threads * step)) * step
+        futures: list[Future[object]] = []
+        try:
+            for start in range(part, n, part):
+                futures.append(pool.submit(call, start, min(start + part, n)))  # noqa: PERF401
+            call(0, min(part, n))
+        finally:
+            wait(futures)  # whatever happens here, nobody may still write into our tensors
+        for future in futures:
+            future.result()
+
+    # ---- products -------------------------------------------------------------------------------
+
+    def linear(self, x: Tensor, w: QuantTensor) -> Tensor:
+        x, n_out, n_in, data = _flat(x), w.n_out, w.n_in, w.data
+        n = x.size(0)
+        if x.size(1) != n_in:
+            raise _wrong("linear input width", x.size(1), n_in)
+        out = _empty((n, n_out), dtype=_f32)
+        stride = data.stride(0)
+        fixed = (w.ggml_type, data.data_ptr(), stride, n_in, x.data_ptr(), n, 1, n_out)
+        to = out.data_ptr()
+        if stride * n_out * n < _SPLIT_COST or self._pool is None:
+            experts.linear(*fixed, to, 0, n_out)
+        else:
+            self._split(n_out, 16, lambda r0, r1: experts.linear(*fixed, to, r0, r1))
+        return out
+
+    def grouped_linear(self, x: Tensor, w: QuantTensor) -> Tensor:
+        x, n_out, n_in, data = _flat(x), w.n_out, w.n_in, w.data
+        n, n_groups = x.size(0), x.size(1)
+        if x.size(2) != n_in or n_out % n_groups:
+            raise _wrong("grouped input", tuple(x.shape), (n, f"a divisor of {n_out}", n_in))
+        out = _empty((n, n_out), dtype=_f32)
+        stride, rows = data.stride(0), n_out // n_groups
+        fixed = (w.ggml_type, data.data_ptr(), stride, n_in, x.data_ptr(), n, n_groups, rows)
+        to = out.data_ptr()
+        if stride * n_out * n < _SPLIT_COST or self._pool is None:
+            experts.linear(*fixed, to, 0, rows)
+        else:
+            self._split(rows, 16, lambda r0, r1: experts.linear(*fixed, to, r0, r1))
+        return out
+
+    def embed(self, w: QuantTensor, token_ids: Tensor) -> Tensor:
+        ids, data = _ids(token_ids, torch.int64), w.data
+        n = ids.numel()
+        out = _empty((n, w.n_in), dtype=_f32)
+        wrong = experts.embed(
+            w.ggml_type, data.data_ptr(), data.stride(0), w.n_in,
+            ids.data_ptr(), n, w.n_out, out.data_ptr(),
+        )  # fmt: skip
+        if wrong >= 0:
+            raise InvalidRequestError(
+                f"token id {int(ids.view(-1)[wrong])} is outside the vocabulary of {w.n_out}"
+            )
+        return out
+
+    def _table(self, layout: LayerLayout) -> tuple[LayerLayout, array[int], int, int]:
+        """Type, offset, row bytes and input width of gate, up and down, for the kernel."""
+        found = self._tables.get(id(layout))
+        if found is None:
+            by_role = dict(zip((r.role for r in layout.roles), layout.device_offsets, strict=True))
+            roles = {r.role: r for r in layout.roles}
+            table = array("q")
+            for name in ROLES:
+                role = roles[name]
+                stride = row_bytes(role.ggml_type, role.n_in)
+                table.extend((role.ggml_type, by_role[name], stride, role.n_in))
+            found = (layout, table, roles["gate"].n_out, roles["down"].n_out)
+            self._tables[id(layout)] = found
+        return found
+
+    def experts(
+        self,
+        x: Tensor,
+        arena: Tensor,
+        slot_offsets: Sequence[int],
+        layout: LayerLayout,
+        pair_starts: Sequence[int],
+        pair_rows: Tensor,
+        limit: float,
+        out: Tensor,
+        out_rows: Tensor,
+        activation: Situ | None = None,
+    ) -> None:
+        if activation is not None:
+            experts_one_by_one(
+                self, x, arena, slot_offsets, layout, pair_starts, pair_rows, limit, out, out_rows,
+                activation,
+            )  # fmt: skip
+            return
+        _, table, n_hidden, n_out = self._table(layout)
+        x, pair_rows, out_rows = _flat(x), _ids(pair_rows, torch.int64), _ids(out_rows, torch.int64)
+        if x.size(1) != table[3]:
+            raise _wrong("expert input width", x.size(1), table[3])
+        if out.dtype is not _f32 or not out.is_contiguous() or out.size(-1) != n_out:
+            raise _wrong("expert output", (out.dtype, tuple(out.shape)), f"float32 [.., {n_out}]")
+        base = arena.data_ptr()
+        slots = array("q", [base + offset for offset in slot_offsets])
+        starts = array("q", pair_starts)
+        first = (
+            table.buffer_info()[0], slots.buffer_info()[0], starts.buffer_info()[0], len(slots),
+            x.data_ptr(), pair_rows.data_ptr(), limit,
+        )  # fmt: skip
+        last = (n_hidden, out.data_ptr(), n_out, out_rows.data_ptr())
+        n_pairs = starts[-1]
+        if layout.payload_bytes * n_pairs < _SPLIT_COST or self._pool is None:
+            experts.experts(*first, 0, *last, -1, 0, 0)
+            return
+        hidden = _empty((2, n_pairs, n_hidden), dtype=_f32)
+        to = hidden.data_ptr()
+        self._split(n_hidden, 16, lambda r0, r1: experts.experts(*first, to, *last, 0, r0, r1))
+        self._split(n_out, 16, lambda r0, r1: experts.experts(*first, to, *last, 1, r0, r1))
+
+    def sum_experts(self, parts: Tensor, weights: Tensor) -> Tensor:
+        parts, weights = _flat(parts), _flat(weights)
+        n, k, d = parts.shape
+        out = _empty((n, d), dtype=_f32)
+        layers.sum_experts(parts.data_ptr(), weights.data_ptr(), n, k, d, out.data_ptr())
+        return out
+
+    # ---- element by element ---------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        x = _flat(x)
+        out = torch.empty_like(x)
+        d = x.size(-1)
+        weight = None if weight is None else _flat(weight)
+        at = 0 if weight is None else weight.data_ptr()
+        layers.rms_norm(x.data_ptr(), at, x.numel() // d, d, eps, out.data_ptr())
+        return out
+
+    def rope_(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+        y, cos, sin = _flat(x), _flat(cos), _flat(sin)
+        n, n_heads, d = y.shape
+        layers.rope(
+            y.data_ptr(), cos.data_ptr(), sin.data_ptr(), n, n_heads, d, cos.size(1),
+            -1.0 if inverse else 1.0,
+        )  # fmt: skip
+        return x if y is x else x.copy_(y)
+
+    def swiglu(self, gate: Tensor, up: Tensor, limit: float) -> Tensor:
+        gate, up = _flat(gate), _flat(up)
+        out = torch.empty_like(gate)
+        layers.swiglu(gate.data_ptr(), up.data_ptr(), gate.numel(), limit, out.data_ptr())
+        return out
+
+    # ---- hyper-connections ----------------------------------------------------------------------
+
+    def _float_matrix(self, w: QuantTensor) -> int:
+        """Address of a small matrix in float32; other encodings are widened once and kept."""
+        if w.ggml_type == 0 and w.data.is_contiguous():
+            return w.data.data_ptr()
+        found = self._floats.get(id(w.data))
+        if found is None:
+            wide = dequantize(w.data, w.ggml_type, w.n_in).contiguous()
+            found = self._floats[id(w.data)] = (w.data, wide)
+        return found[1].data_ptr()
+
+    def hc_enter(
+        self,
+        streams: Tensor,
+        fn: QuantTensor,
+        scale: Tensor,
+        base: Tensor,
+        norm: Tensor,
+        *,
+        eps: float,
+        hc_eps: float,
+        n_iterations: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        streams = _flat(streams)
+        n, s, d = streams.shape
+        out = _empty((n, d), dtype=_f32)
+        post, comb = _empty((n, s), dtype=_f32), _empty((n, s, s), dtype=_f32)
+        layers.hc_enter(
+            self._float_matrix(fn), s * (s + 2), streams.data_ptr(), n, s, d, scale.data_ptr(),
+            base.data_ptr(), norm.data_ptr(), eps, hc_eps, n_iterations,
+            out.data_ptr(), post.data_ptr(), comb.data_ptr(),
+        )  # fmt: skip
+        return out, post, comb
+
+    def hc_route_input(
+        self,
+        streams: Tensor,
+        fn: QuantTensor,
+        scale: Tensor,
+        base: Tensor,
+        norm: Tensor,
+        *,
+        eps: float,
+        hc_eps: float,
+    ) -> Tensor:
+        streams = _flat(streams)
+        n, s, d = streams.shape
+        out = _empty((n, d), dtype=_f32)
+        layers.hc_enter(
+            self._float_matrix(fn), s, streams.data_ptr(), n, s, d, scale.data_ptr(),
+            base.data_ptr(), norm.data_ptr(), eps, hc_eps, 0, out.data_ptr(), 0, 0,
+        )  # fmt: skip
+        return out
+
+    def hc_leave(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        # Held by name until the kernel is done: an address keeps nothing alive.
+        y, streams, post, comb = _flat(y), _flat(streams), _flat(post), _flat(comb)
+        n, s, d = streams.shape
+        out = _empty((n, s, d), dtype=_f32)
+        layers.hc_leave(
+            y.data_ptr(), streams.data_ptr(), post.data_ptr(), comb.data_ptr(),
+            n, s, d, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def hc_collapse(
+        self,
+        streams: Tensor,
+        fn: QuantTensor,
+        scale: Tensor,
+        base: Tensor,
+        *,
+        eps: float,
+        hc_eps: float,
+    ) -> Tensor:
+        streams = _flat(streams)
+        n, s, d = streams.shape
+        out = _empty((n, d), dtype=_f32)
+        layers.hc_enter(
+            self._float_matrix(fn), s, streams.data_ptr(), n, s, d, scale.data_ptr(),
+            base.data_ptr(), 0, eps, hc_eps, 0, out.data_ptr(), 0, 0,
+        )  # fmt: skip
+        return out
+
+    # ---- attention ------------------------------------------------------------------------------
+
+    def attend(
+        self,
+        q: Tensor,
+        window_keys: Tensor,
+        window_first: int,
+        first_position: int,
+        window: int,
+        rows: Tensor | None,
+        n_visible: Tensor | None,
+        selected: Tensor | None,
+        sinks: Tensor,
+        scale: float,
+    ) -> Tensor:
+        q, keys, sinks = _flat(q), _flat(window_keys), _flat(sinks)
+        n, n_heads, d = q.shape
+        if d % 16:
+            return torch.cat(
+                [
+                    self._plain.attend(
+                        q[t : t + 1], keys, window_first, first_position + t, window, rows,
+                        None if n_visible is None else n_visible[t : t + 1],
+                        None if selected is None else selected[t : t + 1], sinks, scale,
+                    )
+                    for t in range(n)
+                ]
+            )  # fmt: skip
+        out = torch.empty_like(q)
+        n_rows = row_at = visible_at = selected_at = k = 0
+        if rows is not None and n_visible is not None:
+            rows, n_visible = _flat(rows), _ids(n_visible, torch.int32)
+            n_rows, row_at, visible_at = rows.size(0), rows.data_ptr(), n_visible.data_ptr()
+            if selected is not None:
+                selected = _ids(selected, torch.int32)
+                k, selected_at = selected.size(1), selected.data_ptr()
+        n_keys = keys.size(0)
+        fixed = (
+            q.data_ptr(), n_heads, d, keys.data_ptr(), window_first, n_keys, first_position,
+            window, row_at, n_rows, visible_at, selected_at, k, sinks.data_ptr(), scale,
+            out.data_ptr(),
+        )  # fmt: skip
+        cost = q.numel() * (min(window, n_keys) + (k or n_rows))
+        if cost < _SPLIT_COST or n == 1 or self._pool is None:
+            attention.attend(*fixed, 0, n)
+        else:
+            self._split(n, 1, lambda t0, t1: attention.attend(*fixed, t0, t1))
+        return out
+
+    def compress(
+        self,
+        kv: Tensor,
+        gate: Tensor,
+        first: int,
+        n_blocks: int,
+        ratio: int,
+        has_previous: bool,
+        norm: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+    ) -> Tensor:
+        d = norm.size(0)
+        if d % 16:
+            return torch.cat(
+                [
+                    self._plain.compress(
+                        kv, gate, first + b * ratio, 1, ratio, has_previous or b > 0, norm,
+                        cos[b : b + 1], sin[b : b + 1], eps,
+                    )
+                    for b in range(n_blocks)
+                ]
+            )  # fmt: skip
+        kv, gate, norm, cos, sin = _flat(kv), _flat(gate), _flat(norm), _flat(cos), _flat(sin)
+        out = _empty((n_blocks, d), dtype=_f32)
+        attention.compress(
+            kv.data_ptr(), gate.data_ptr(), kv.size(1), first, n_blocks, ratio, d,
+            1 if has_previous else 0, norm.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            cos.size(1), eps, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def index_topk(
+        self, q: Tensor, head_weights: Tensor, keys: Tensor, n_visible: Tensor, k: int
+    ) -> Tensor:
+        q, keys, head_weights = _flat(q), _flat(keys), _flat(head_weights)
+        n_visible = _ids(n_visible, torch.int32)
+        n, n_heads, d = q.shape
+        n_rows = keys.size(0)
+        out = _empty((n, k), dtype=torch.int32)
+        fixed = (
+            q.data_ptr(), n_heads, d, head_weights.data_ptr(), keys.data_ptr(), n_rows,
+            n_visible.data_ptr(), k, out.data_ptr(),
+        )  # fmt: skip
+        if q.numel() * n_rows < _SPLIT_COST or n == 1 or self._pool is None:
+            attention.index_topk(*fixed, 0, n)
+        else:
+            self._split(n, 1, lambda t0, t1: attention.index_topk(*fixed, t0, t1))
+        return out
+
+    # ---- routing --------------------------------------------------------------------------------
+
+    def route(
+        self,
+        scores: Tensor,
+        bias: Tensor | None,
+        chosen: Tensor | None,
+        k: int,
+        *,
+        normalise: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        scores = _flat(scores)
+        n, n_experts = scores.shape
+        chosen = None if chosen is None else _ids(chosen, torch.int32)
+        bias = None if bias is None else _flat(bias)
+        ids, weights = _empty((n, k), dtype=torch.int32), _empty((n, k), dtype=_f32)
+        wrong = layers.route(
+            scores.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            0 if chosen is None else chosen.data_ptr(), n, n_experts, k,
+            1 if normalise else 0, scale, ids.data_ptr(), weights.data_ptr(),
+        )  # fmt: skip
+        if wrong >= 0:
+            raise ModelError(
+                f"the routing table names experts {sorted(ids[wrong].tolist())}, "
+                f"but there are {n_experts}; the file is damaged"
+            )
+        return ids, weights
+
+    def early_scores(self, scores: Tensor, bias: Tensor | None) -> Tensor:
+        scores = _flat(scores)
+        out = torch.empty_like(scores)
+        n, n_experts = scores.shape
+        bias = None if bias is None else _flat(bias)
+        at = 0 if bias is None else bias.data_ptr()
+        layers.early_scores(scores.data_ptr(), at, n, n_experts, out.data_ptr())
+        return out
