@@ -7,6 +7,7 @@ slots.
 
 from __future__ import annotations
 
+import itertools
 from enum import IntEnum
 from heapq import heappop, heappush, heapreplace
 from typing import TYPE_CHECKING
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 __all__ = ["Entry", "Lane", "ObjectRead", "Stage", "WantQueue", "Wish"]
 
 AFTER_DEMANDS = 1 << 62
+
+_ORDERS = itertools.count(1)
+"""Order numbers are unique over all queues: a place that an entry left behind in one queue must
+not look live because of the entry's place in another."""
 
 
 class Stage(IntEnum):
@@ -115,19 +120,17 @@ class WantQueue:
     an entry whose demands came or went is set right when it reaches the head.
     """
 
-    __slots__ = ("_heap", "_n_pushed")
+    __slots__ = ("_heap",)
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Entry]] = []
-        self._n_pushed = 0
 
     def __bool__(self) -> bool:
         return bool(self._heap)
 
     def push(self, entry: Entry) -> None:
         """Queue an entry, or queue it anew because it became more urgent."""
-        self._n_pushed += 1
-        entry.order = self._n_pushed
+        entry.order = next(_ORDERS)
         heappush(self._heap, (entry.urgency(), entry.order, entry))
 
     @staticmethod
