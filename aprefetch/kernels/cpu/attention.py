@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from aprefetch.kernels.cpu.jit import inner, kernel
+from aprefetch.kernels.cpu.jit import hold, inner, kernel
 from aprefetch.kernels.cpu.matmul import dot, float_rows
 from aprefetch.kernels.cpu.simd import (
     add16,
@@ -151,6 +151,8 @@ def attend(
                 store16(to + 4 * h * d + c, zero)
         _add_values(weights, 4 * n, keys + 4 * low * d, n_window, n_heads, d, to)
         _add_values(weights + 4 * n_window, 4 * n, extra, n_extra, n_heads, d, to)
+    hold(logits)
+    hold(picked)
 
 
 @kernel
@@ -259,3 +261,4 @@ def index_topk(
                 total = fma16(splat(f32_at(w + 4 * h)), positive, total)
             f32_put(p + i, hmax(total))
         _select(p, n, k, to)
+    hold(products)

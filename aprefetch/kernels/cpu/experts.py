@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from aprefetch.kernels.cpu.decode import decode_row
-from aprefetch.kernels.cpu.jit import inner, kernel
+from aprefetch.kernels.cpu.jit import hold, inner, kernel
 from aprefetch.kernels.cpu.matmul import matmul_rows
 from aprefetch.kernels.cpu.simd import i64_at
 from aprefetch.kernels.cpu.vmath import swiglu_span
@@ -94,6 +94,7 @@ def experts(
             _expert_range(table, slots, starts, n_experts, x, x_idx, bound, scratch.ctypes.data,
                           n_hidden, out, n_out, out_idx, each, 0,
                           n_hidden if each == 0 else n_out)  # fmt: skip
+        hold(scratch)
 
 
 @kernel

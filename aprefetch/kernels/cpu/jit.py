@@ -15,7 +15,7 @@ from typing import Any
 import numba
 from numba import njit
 
-__all__ = ["inner", "kernel"]
+__all__ = ["hold", "inner", "kernel"]
 
 _config: Any = numba.config
 _HERE = Path(__file__).parent
@@ -48,3 +48,11 @@ def kernel(function: Callable[..., Any]) -> Any:
 def inner(function: Callable[..., Any]) -> Any:
     """A function that only kernels call; it becomes part of their code."""
     return njit(nogil=True, error_model="numpy")(function)
+
+
+@inner
+def hold(array: Any) -> Any:
+    """Keeps scratch memory up to this call. An address taken from an array does not: numba frees
+    an array after its last use by name, and another thread may get that memory at once.
+    """
+    return array.size

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from aprefetch.kernels.cpu.jit import inner, kernel
+from aprefetch.kernels.cpu.jit import hold, inner, kernel
 from aprefetch.kernels.cpu.matmul import dot
 from aprefetch.kernels.cpu.simd import (
     f32_at,
@@ -168,6 +168,8 @@ def hc_enter(
                 mixed = f32_at(m + 2 * size + i) * f32_at(scale + 8)
                 f32_put(c + i, mixed + f32_at(base + 2 * size + i))
             _sinkhorn(c, n_streams, eps2, n_iterations)
+    hold(mixes)
+    hold(collapsed)
 
 
 @kernel

@@ -22,7 +22,7 @@ from aprefetch.kernels.cpu.decode import (
     fp4_values,
     mxfp4_scale,
 )
-from aprefetch.kernels.cpu.jit import inner
+from aprefetch.kernels.cpu.jit import hold, inner
 from aprefetch.kernels.cpu.simd import (
     add16,
     bf16_16,
@@ -158,6 +158,7 @@ def _one_token(
         for r in range(r0, r1):
             decode_row(kind, w + r * row_bytes, n, buffer)
             f32_put(out + 4 * r, dot(buffer, x, n))
+        hold(row)
 
 
 @inner
@@ -273,3 +274,4 @@ def matmul_rows(
                 rows, stride, n, x, x_stride, x_idx, n_tokens,
                 out + 4 * r, out_stride, out_idx, n_rows,
             )  # fmt: skip
+        hold(buffer)
