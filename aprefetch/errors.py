@@ -105,7 +105,14 @@ class PackError(AprefetchError):
 
 
 class PackCorruptError(PackError):
-    """Bytes of a pack do not match their digest."""
+    """Bytes of a pack do not match their digest; `keys` are the objects, none for the header."""
+
+    def __init__(
+        self, message: str, *, path: str | Path | None = None, keys: Sequence[Any] = ()
+    ) -> None:
+        self.path = Path(path) if path is not None else None
+        self.keys = tuple(keys)
+        super().__init__(message)
 
 
 class PackStaleError(PackError):

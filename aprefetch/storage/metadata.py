@@ -99,6 +99,27 @@ class Metadata(Mapping[str, Any]):
             raise self._error(key, "is not an array of strings")
         return self._strings(at)[0]
 
+    def encoded(self, key: str) -> tuple[int, bytes]:
+        """Type id and bytes of a value as they stand in the file, without decoding it."""
+        type_id, at = self._entries[key]
+        return type_id, self._header[at : self._end(type_id, at)]
+
+    def _end(self, type_id: int, at: int) -> int:
+        """The offset just after a value."""
+        if type_id in SCALARS:
+            return at + SCALARS[type_id].size
+        if type_id == _STRING:
+            return at + 8 + int(_U64.unpack_from(self._header, at)[0])
+        element, count = struct.unpack_from("<IQ", self._header, at)
+        if element in SCALARS:
+            return at + 12 + int(count) * SCALARS[element].size
+        if element == _STRING:
+            return self._strings(at)[1]
+        at += 12
+        for _ in range(count):
+            at = self._end(_ARRAY, at)
+        return at
+
     def _strings(self, at: int) -> tuple[list[bytes], int]:
         header, unpack = self._header, _U64.unpack_from
         count = unpack(header, at + 4)[0]
