@@ -152,6 +152,8 @@ async def test_r7_no_leak_after_a_thousand_mixed_operations(rig):
     r.coordinator.drop_wishes()
     await settle(r)
     r.assert_sound()
+    for layer in (1, 2, 4):
+        await r.use(layer, range(8))
     memory = r.coordinator.memory()
     assert memory["vram_peak_bytes"] == memory["vram_budget_bytes"] <= r.vram
     assert memory["ram_peak_bytes"] == memory["ram_budget_bytes"] <= r.ram
