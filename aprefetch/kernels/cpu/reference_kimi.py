@@ -3,12 +3,16 @@
 A mixin: whoever inherits it says by `batch_invariant` what is promised. With the promise, tokens
 are taken one at a time wherever several at once could round differently, so that any cut of a
 sequence into calls gives the same bits; without it, long spans use faster forms.
+
+On a CPU, torch computes the last few elements of a buffer by another routine than the others, which
+differs from it in the last bit; numpy does not, so exponentials and the like are numpy's here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -22,6 +26,32 @@ __all__ = ["KimiReferenceOps", "delta_rule_by_chunks", "delta_rule_by_tokens", "
 _SMALLEST_WEIGHT_SUM = 2.0**-14  # llama.cpp's guard for the sum of selected weights
 _DELTA_CHUNK = 16
 _FEWEST_FOR_CHUNKS = 2 * _DELTA_CHUNK
+_SOFTPLUS_IS_IDENTITY = 20.0
+
+
+def _exp(x: Tensor) -> Tensor:
+    if x.device.type != "cpu":
+        return torch.exp(x)
+    with np.errstate(over="ignore"):
+        return torch.from_numpy(np.exp(x.contiguous().numpy()))
+
+
+def _tanh(x: Tensor) -> Tensor:
+    if x.device.type != "cpu":
+        return torch.tanh(x)
+    return torch.from_numpy(np.tanh(x.contiguous().numpy()))
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return 1 / (1 + _exp(-x))
+
+
+def _softplus(x: Tensor) -> Tensor:
+    if x.device.type != "cpu":
+        return F.softplus(x)
+    # Not log1p(exp(x)): that overflows.
+    small = np.log1p(_exp(x.clamp(max=_SOFTPLUS_IS_IDENTITY)).numpy())
+    return torch.where(x > _SOFTPLUS_IS_IDENTITY, x, torch.from_numpy(small))
 
 
 class KimiReferenceOps:
@@ -32,11 +62,11 @@ class KimiReferenceOps:
     def situ(self, gate: Tensor, up: Tensor, activation: Situ) -> Tensor:
         beta, linear_beta = activation
         if linear_beta > 0:
-            up = linear_beta * torch.tanh(up / linear_beta)
-        return beta * torch.tanh(gate / beta) * torch.sigmoid(gate) * up
+            up = linear_beta * _tanh(up / linear_beta)
+        return beta * _tanh(gate / beta) * _sigmoid(gate) * up
 
     def sigmoid_gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        return x * torch.sigmoid(gate).view(x.shape)
+        return x * _sigmoid(gate).view(x.shape)
 
     def residual_mix(self, streams: Tensor, score: Tensor, eps: float) -> Tensor:
         logits = (streams * score).sum(-1) * torch.rsqrt(streams.square().mean(-1) + eps)
@@ -54,7 +84,7 @@ class KimiReferenceOps:
         for tap in range(1, taps):
             y += inputs[tap : tap + n] * weight[:, tap]
         history.copy_(inputs[n:])
-        return F.silu(y)
+        return y * _sigmoid(y)
 
     def delta_rule(
         self,
@@ -75,10 +105,10 @@ class KimiReferenceOps:
         q = q * (torch.rsqrt(q.square().sum(-1, keepdim=True) + eps) * width**-0.5)
         k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + eps)
         if lower_bound is None:
-            g = -rate[:, None] * F.softplus(f)
+            g = -rate[:, None] * _softplus(f)
         else:
-            g = lower_bound * torch.sigmoid(rate[:, None] * f)
-        beta = torch.sigmoid(beta)
+            g = lower_bound * _sigmoid(rate[:, None] * f)
+        beta = _sigmoid(beta)
         if self.batch_invariant or q.shape[0] < _FEWEST_FOR_CHUNKS:
             return delta_rule_by_tokens(q, k, v, g, beta, memory)
         return delta_rule_by_chunks(q, k, v, g, beta, memory)
@@ -102,7 +132,7 @@ class KimiReferenceOps:
         return torch.einsum("thm,mv->thv", weights, rows[:, :n_value])
 
     def sigmoid_scores(self, scores: Tensor, bias: Tensor) -> Tensor:
-        return torch.sigmoid(scores) + bias
+        return _sigmoid(scores) + bias
 
     def route_sigmoid(
         self,
@@ -115,7 +145,7 @@ class KimiReferenceOps:
         n_groups: int = 1,
         n_used_groups: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        affinity = torch.sigmoid(scores)
+        affinity = _sigmoid(scores)
         ranked = affinity + bias
         if n_groups > 1:
             groups = ranked.view(ranked.shape[0], n_groups, -1)
@@ -128,7 +158,10 @@ class KimiReferenceOps:
         ids = order[:, :k].sort(dim=1).values
         weights = torch.gather(affinity, 1, ids)
         if normalise:
-            weights = weights / weights.sum(1, keepdim=True).clamp(min=_SMALLEST_WEIGHT_SUM)
+            total = weights[:, :1].clone()
+            for i in range(1, k):  # a reduction of few columns may depend on the number of rows
+                total += weights[:, i, None]
+            weights = weights / total.clamp(min=_SMALLEST_WEIGHT_SUM)
         return ids.int(), weights * scale
 
 
@@ -140,7 +173,7 @@ def delta_rule_by_tokens(
     Moves `memory [H, d, d]` on in place; returns `[T, H, d]`.
     """
     out = torch.empty_like(v)
-    kept = torch.exp(g)
+    kept = _exp(g)
     for t in range(q.shape[0]):
         key = k[t, :, :, None]
         memory *= kept[t, :, :, None]
@@ -178,17 +211,17 @@ def _delta_chunk(
     n = q.shape[1]
     earlier = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()[..., None]
     between = decay[:, :, None] - decay[:, None]
-    between = torch.exp(between.masked_fill(~earlier, float("-inf")))  # [H, C, C, d]
+    between = _exp(between.masked_fill(~earlier, float("-inf")))  # [H, C, C, d]
     weighted = k[:, None] * between
     system = (beta * (k[:, :, None] * weighted).sum(-1)).tril(-1)
-    sides = torch.cat([beta * v, beta * k * torch.exp(decay)], dim=2)
+    sides = torch.cat([beta * v, beta * k * _exp(decay)], dim=2)
     solved: Tensor = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
     new_values, new_keys = solved.chunk(2, dim=2)
     errors = new_values - new_keys @ memory
-    out: Tensor = (q * torch.exp(decay)) @ memory + (q[:, :, None] * weighted).sum(-1) @ errors
+    out: Tensor = (q * _exp(decay)) @ memory + (q[:, :, None] * weighted).sum(-1) @ errors
     last = decay[:, -1:]
-    memory *= torch.exp(last).transpose(1, 2)
-    memory += (k * torch.exp(last - decay)).transpose(1, 2) @ errors
+    memory *= _exp(last).transpose(1, 2)
+    memory += (k * _exp(last - decay)).transpose(1, 2) @ errors
     return out
 
 
