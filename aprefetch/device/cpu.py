@@ -123,7 +123,7 @@ class CpuDevice:
         if self._ops is None:
             from aprefetch.kernels.cpu import cpu_ops
 
-            self._ops = cpu_ops(self._kernels, self._n_threads)
+            self._ops = cpu_ops(self._kernels, self._n_threads)  # type: ignore[arg-type]
         return self._ops
 
     # Memory
@@ -220,6 +220,9 @@ class CpuDevice:
         if self._compute is not None:
             self._compute.shutdown(wait=True)
             self._compute = None
+        close_ops = getattr(self._ops, "close", None)  # only kernels with threads have one
+        if close_ops is not None:
+            close_ops()
 
 
 async def _uninterrupted(future: asyncio.Future[T]) -> T:
