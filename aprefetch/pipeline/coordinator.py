@@ -38,6 +38,7 @@ from aprefetch.pipeline.tiers import Tiers
 from aprefetch.stats import Counters
 from aprefetch.storage.experts import ExpertSource
 from aprefetch.trace import Tracer
+from aprefetch.types import ExpertKey
 
 __all__ = ["Coordinator", "Demand", "Lease"]
 
@@ -307,6 +308,53 @@ class Coordinator(Movement):
         """No step is under way: drop all wishes."""
         for layer in self._lanes:
             self.end_layer(layer)
+
+    def hottest(self) -> list[ExpertKey]:
+        """Objects that are in a tier, the device's first, each tier's warmest first."""
+        found: list[tuple[bool, float, ExpertKey]] = []
+        for entry in self._objects:
+            if entry is not None and (entry.device is not None or entry.landing is not None):
+                pool = entry.lane.device if entry.device is not None else entry.lane.landing
+                found.append((entry.device is None, -pool.policy.score(entry.item), entry.key))
+        return [key for _, _, key in sorted(found)]
+
+    async def warm(self, keys: Iterable[ExpertKey]) -> int:
+        """Bring objects into room that is still free, in this order; how many were brought.
+
+        Keys that do not exist, or for which there is no room, are passed over. May go on beside
+        demands, which come first.
+        """
+        entries = []
+        for key in keys:
+            lane = self._lanes.get(key.layer)
+            if lane is not None and 0 <= key.expert < lane.n_experts:
+                item = lane.first_item + key.expert
+                entries.append(self._objects[item] or self._tiers.new_entry(lane, key.expert))
+        for entry in reversed(entries):  # as if used once each, the warmest last
+            entry.lane.device.policy.touch(entry.item)
+            entry.lane.landing.policy.touch(entry.item)
+        n_brought = 0
+        for entry in entries:
+            lane = entry.lane
+            if not lane.landing.free:
+                await self.settled()
+            if self.is_closed:
+                break
+            is_idle = not (entry.stage or entry.wish or entry.waiters)
+            if not is_idle or entry.device is not None or entry.landing is not None:
+                continue
+            if lane.landing.wanted or not lane.landing.has_spare():
+                continue
+            # A copy whose object is on the device already may make room for one that is not.
+            if not lane.landing.free and not (
+                lane.device.free and self._tiers.make_room(lane.landing, entry, self._drop_wish)
+            ):
+                continue
+            entry.wish = Wish.WARM
+            self._read(entry, lane.landing.take())
+            n_brought += 1
+        await self.settled()
+        return n_brought
 
     def _start_guess(self, entry: Entry) -> bool:
         """Read ahead, or copy ahead if the bytes are in RAM; false if there is no room."""

@@ -270,8 +270,21 @@ class Movement:
             self._stage(entry)
         elif entry.wish is Wish.NONE:
             self._tiers.settle_copy(entry, slot)
+        elif entry.wish is Wish.WARM:
+            self._forget_wish(entry, stays=True)
+            self._upload_warm(entry, slot)
         elif not self.is_closed:
             self._upload_ahead(entry)  # else it stays in RAM until its layer's turn
+
+    def _upload_warm(self, entry: Entry, slot: Slot) -> None:
+        """Copy an object of the hot list on if the device has room that nobody wants."""
+        pool, landing = entry.lane.device, entry.lane.landing
+        if pool.free and pool.has_spare() and not pool.wanted and not self.is_closed:
+            landing.policy.hold(entry.item)
+            landing.n_unavailable += 1
+            self._upload(entry, pool.take())
+        else:
+            self._tiers.settle_copy(entry, slot)
 
     def _fail(self, entry: Entry, error: BaseException) -> None:
         """Tell those who wait that the object will not come, this time."""

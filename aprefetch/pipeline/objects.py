@@ -46,6 +46,7 @@ class Wish(IntEnum):
     NONE = 0
     GUESS = 1
     EXACT = 2
+    WARM = 3  # from the hot list of an earlier run
 
 
 class Lane:
