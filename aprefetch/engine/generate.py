@@ -82,6 +82,10 @@ class Engine:
         """Requests that are not over."""
         return len(self._scheduler.all())
 
+    def requests(self) -> list[Request]:
+        """Requests that are not over; those that run come first."""
+        return self._scheduler.all()
+
     def submit(self, request: Request) -> None:
         """Take a request; it runs as soon as there is room.
 

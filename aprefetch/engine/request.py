@@ -13,7 +13,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ __all__ = [
     "GenerateRequest",
     "Phase",
     "Request",
+    "RequestInfo",
     "ScoreRequest",
     "ScoreResult",
     "TokenEvent",
@@ -194,6 +195,24 @@ class Phase(Enum):
     ENDED = "ended"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestInfo:
+    """How far a request is. `kind` is "generate" or "score"; times are seconds."""
+
+    number: int
+    kind: str
+    phase: str
+    prompt_tokens: int
+    prompt_tokens_run: int
+    completion_tokens: int
+    age_s: float
+    state_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
 class Request:
     """Common part: a prompt that is run in chunks, and an end that can be waited for.
 
@@ -241,6 +260,19 @@ class Request:
         n_after = min(self.n_run + limit_tokens, self.n_prompt)
         ids = self.prompt_ids[self.n_run : n_after]
         return Chunk(self.state, ids, self._logits_wanted(n_after))
+
+    def describe(self) -> RequestInfo:
+        """How far it is."""
+        return RequestInfo(
+            number=self.number,
+            kind="score" if isinstance(self, ScoreRequest) else "generate",
+            phase=self.phase.value,
+            prompt_tokens=self.n_prompt,
+            prompt_tokens_run=self.n_run,
+            completion_tokens=len(self.output_ids) if isinstance(self, GenerateRequest) else 0,
+            age_s=(time.perf_counter_ns() - self.arrived_ns) / 1e9,
+            state_bytes=self.state.n_bytes if self.state is not None else 0,
+        )
 
     def finish(self, error: BaseException | None = None) -> None:
         """The end: caches go, waiters wake. Called once, by the engine."""

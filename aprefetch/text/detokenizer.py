@@ -9,7 +9,7 @@ borders; of those that end at one place, the longest.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from aprefetch.errors import InvalidRequestError
 from aprefetch.text.tokenizer import Tokenizer
@@ -25,19 +25,26 @@ class Detokenizer:
     Args:
         stop: strings that end the text; neither they nor what follows is given out.
         skip_special: leave control tokens out of the text.
+        keep: control tokens that stay in it all the same.
 
     Raises:
         InvalidRequestError: a stop string is empty or no string (param "stop").
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special: bool = True
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        skip_special: bool = True,
+        keep: Collection[int] = (),
     ) -> None:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(isinstance(s, str) and s for s in stops):
             raise InvalidRequestError("stop strings must be non-empty strings", param="stop")
         self._token_bytes = tokenizer.token_bytes
-        self._hidden: frozenset[int] = tokenizer.special_ids if skip_special else frozenset()
+        hidden = tokenizer.special_ids if skip_special else frozenset()
+        self._hidden: frozenset[int] = hidden - frozenset(keep)
         self._stops = stops
         self._longest_prefix = max(map(len, stops), default=1) - 1
         self._decoder = _utf8_decoder("replace")
