@@ -239,15 +239,25 @@ class LookaheadConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceConfig:
-    """Recording of spans for `export_trace`; at most `max_events`, the oldest are dropped."""
+    """Recording of spans for `export_trace`; at most `max_events`, the oldest are dropped.
+
+    Args:
+        routing: Also note picks, guesses, tiers and times for `Runtime.routing_trace`.
+        settled: Let every load end before a layer looks for its experts. Slow; hits and misses
+            then repeat exactly from run to run. For studies.
+    """
 
     enabled: bool = False
     max_events: int = 1_000_000
+    routing: bool = False
+    settled: bool = False
 
     def __post_init__(self) -> None:
         checks = _Checks()
         checks.flag("trace", self.enabled)
         checks.whole("trace_max_events", self.max_events, 1)
+        checks.flag("trace_routing", self.routing)
+        checks.flag("trace_settled", self.settled)
         checks.finish()
 
 
@@ -386,6 +396,8 @@ _OPTIONS: dict[str, _Option] = {
     "lookahead_max_rows": _Option("lookahead", "max_rows", *_WHOLE),
     "trace": _Option("trace", "enabled", *_FLAG),
     "trace_max_events": _Option("trace", "max_events", *_WHOLE),
+    "trace_routing": _Option("trace", "routing", *_FLAG),
+    "trace_settled": _Option("trace", "settled", *_FLAG),
     "device": _Option("", "device", *_TEXT),
     "kernels": _Option("", "kernels", *_TEXT),
     "n_threads": _Option("", "n_threads", *_WHOLE),

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +28,6 @@ from aprefetch.engine.request import (
     Completion,
     FinishReason,
     GenerateRequest,
-    RequestInfo,
     ScoreRequest,
     ScoreResult,
     Usage,
@@ -51,9 +50,9 @@ from aprefetch.pipeline.lookahead import Lookahead, RoutedLayer
 from aprefetch.pipeline.reader import ThreadReader
 from aprefetch.plan import Examined, Plan, examine
 from aprefetch.report import RunReport
+from aprefetch.routing_trace import RoutingRecorder, RoutingTrace
 from aprefetch.stats import Counters, Stats
 from aprefetch.text.chat_template import ChatTemplate, load_chat_template
-from aprefetch.text.answer import AnswerFormat, answer_format
 from aprefetch.text.detokenizer import Detokenizer
 from aprefetch.text.tokenizer import Tokenizer
 from aprefetch.text.vocab import load_tokenizer
@@ -122,8 +121,6 @@ class Runtime:
     tokenizer: Tokenizer
     """The vocabulary in use."""
 
-    answer_format: AnswerFormat
-    """How the model marks reasoning and tool calls in its answers."""
     def __init__(
         self,
         path: str | os.PathLike[str] | None,
@@ -137,6 +134,7 @@ class Runtime:
         self._options = options
         self._counters = Counters()
         self._tracer: Tracer | None = None
+        self._recorder: RoutingRecorder | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._is_open = False
@@ -220,8 +218,9 @@ class Runtime:
         self.model_info = loaded.model.info
         self.config = config
         if config.trace.enabled:
-        self.answer_format = answer_format(loaded.tokenizer)
             self._tracer = Tracer(config.trace.max_events, {"model": self.model_info.name})
+        if config.trace.routing:
+            self._recorder = RoutingRecorder(self._routing_facts(examined))
         reader = ThreadReader(
             examined.experts.paths,
             counters=self._counters,
@@ -250,6 +249,8 @@ class Runtime:
             device,
             self._counters,
             self._tracer,
+            recorder=self._recorder,
+            settled=config.trace.settled,
         )
         self._engine = Engine(
             model=loaded.model,
@@ -283,6 +284,29 @@ class Runtime:
             torch.device(examined.device.name),
         )
         return _Loaded(model, tokenizer, template)
+
+    def _routing_facts(self, examined: Examined) -> dict[str, Any]:
+        """What a replay of the run must know of it."""
+        config, info = examined.config, self.model_info
+        return {
+            "model": info.name,
+            "architecture": info.architecture,
+            "n_layers": info.n_layers,
+            "n_experts": info.n_experts,
+            "num_experts_per_tok": info.num_experts_per_tok,
+            "token_routed_layers": list(info.token_routed_layers),
+            "dense_bytes": info.dense_bytes,
+            "object_bytes": {
+                str(layer): layout.payload_bytes
+                for layer, layout in examined.experts.layers.items()
+            },
+            "vram_budget_bytes": examined.plan.vram_budget_bytes,
+            "ram_budget_bytes": examined.plan.ram_budget_bytes,
+            "cache_policy": config.cache_policy,
+            "queue_depth": config.reader.queue_depth,
+            "lookahead_depth": config.lookahead.depth if config.lookahead.is_on else 0,
+            "settled": config.trace.settled,
+        }
 
     def _lookahead(self, config: RuntimeConfig) -> Lookahead | None:
         if not config.lookahead.is_on:
@@ -366,7 +390,7 @@ class Runtime:
         async def prepare() -> GenerateRequest:
             encoded = await self._encode(prompt, chat_options)
             stream.prompt, stream.template = encoded.text, encoded.template
-            return self._request(encoded.ids, chosen, keep_special)
+            return self._request(encoded.ids, chosen)
 
         stream = TokenStream(prepare, self._engine.submit, self._engine.cancel)
         return stream
@@ -375,7 +399,6 @@ class Runtime:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        keep_special: Collection[int] = (),
         *,
         chat_options: Mapping[str, Any] | None = None,
         **keywords: Any,
@@ -384,7 +407,6 @@ class Runtime:
         before = self.stats()
         texts: list[str] = []
         logprobs: list[float] = []
-            keep_special: control tokens whose text is given out too; others never are.
         async with self.stream(prompt, params, chat_options=chat_options, **keywords) as stream:
             async for event in stream:
                 texts.append(event.text)
@@ -462,9 +484,7 @@ class Runtime:
             limit_tokens=limit,
         )
 
-    def _request(
-        self, ids: list[int], params: SamplingParams, keep_special: Collection[int]
-    ) -> GenerateRequest:
+    def _request(self, ids: list[int], params: SamplingParams) -> GenerateRequest:
         room = self._context_tokens - len(ids)
         if room < max(1, params.min_tokens):
             raise self._too_long(len(ids))
@@ -477,9 +497,7 @@ class Runtime:
                 prompt_ids=ids,
                 end_ids=() if params.ignore_eos else ends,
             ),
-            feed=EventFeed(
-                Detokenizer(self.tokenizer, tuple(params.stop), keep=frozenset(keep_special))
-            ),
+            feed=EventFeed(Detokenizer(self.tokenizer, tuple(params.stop))),
             stop_ids=frozenset(params.stop_token_ids)
             | (frozenset() if params.ignore_eos else ends),
             max_tokens=min(params.max_tokens, room),
@@ -560,6 +578,17 @@ class Runtime:
             stats=stats,
         )
 
+    def routing_trace(self) -> RoutingTrace:
+        """Picks, guesses, tiers and times of the steps so far, with the loads if spans are traced.
+
+        Raises:
+            ConfigError: the runtime was opened without `trace_routing=True`.
+        """
+        if self._recorder is None:
+            raise ConfigError("no routing was recorded; open the runtime with trace_routing=True")
+        loads = self._tracer.loads() if self._tracer is not None else ()
+        return self._recorder.trace(loads, {"counters": self.stats().to_dict()})
+
     async def export_trace(self, path: str | os.PathLike[str]) -> None:
         """Write what was recorded as a Chrome trace, for Perfetto and the like.
 
@@ -572,16 +601,6 @@ class Runtime:
         try:
             await asyncio.to_thread(tracer.export, Path(path))
         except OSError as error:
-    @property
-    def is_open(self) -> bool:
-        """Whether requests are taken; false once closing began, or after a failure."""
-        return self._is_open and self._failure is None and not self._closing.is_set()
-
-    def requests(self) -> list[RequestInfo]:
-        """The requests that are not over: those that run, then those that wait."""
-        engine = getattr(self, "_engine", None)
-        return [request.describe() for request in engine.requests()] if engine is not None else []
-
             raise ConfigError(f"trace {path}: {error.strerror or error}") from error
 
 

@@ -141,6 +141,10 @@ class Tracer:
         """The value of a counter at an instant."""
         self._append(("sample", at_ns or time.perf_counter_ns(), 0, name, value))
 
+    def loads(self) -> list[tuple[Any, ...]]:
+        """(what, start_ns, end_ns, key, n_bytes, kind) of each read and upload that is kept."""
+        return [event for event in self._snapshot() if event[0] in ("read", "upload")]
+
     def to_dict(self) -> dict[str, Any]:
         """The trace as a JSON-ready object. Blocks: seconds for a million events."""
         spans: list[_Span] = []

@@ -24,6 +24,8 @@ LEVELS = {
     "aprefetch.quant": 2,
     "aprefetch.stats": 1,
     "aprefetch.trace": 1,
+    "aprefetch.routing_trace": 1,
+    "aprefetch.trace_summary": 2,
     "aprefetch.config": 1,
     "aprefetch.types": 0,
     "aprefetch.errors": 0,

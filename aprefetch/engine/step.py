@@ -21,8 +21,9 @@ from aprefetch.device.base import Device
 from aprefetch.errors import AprefetchError
 from aprefetch.models.base import Chunk, Model
 from aprefetch.models.moe import RoutedCall
-from aprefetch.pipeline.coordinator import Coordinator, Demand
+from aprefetch.pipeline.coordinator import Coordinator, Demand, Lease
 from aprefetch.pipeline.lookahead import Lookahead
+from aprefetch.routing_trace import RoutingRecorder
 from aprefetch.stats import Counters
 from aprefetch.trace import Tracer
 
@@ -50,7 +51,13 @@ class StepResult:
 
 
 class StepRunner:
-    """Runs steps, one at a time."""
+    """Runs steps, one at a time.
+
+    Args:
+        recorder: notes picks, guesses and times; None for none.
+        settled: wait until nothing moves before every demand and every wave, so that hits and
+            misses do not depend on time. For studies: no load hides behind compute.
+    """
 
     def __init__(
         self,
@@ -60,6 +67,9 @@ class StepRunner:
         device: Device,
         counters: Counters,
         tracer: Tracer | None,
+        *,
+        recorder: RoutingRecorder | None = None,
+        settled: bool = False,
     ) -> None:
         self._model = model
         self._coordinator = coordinator
@@ -67,6 +77,8 @@ class StepRunner:
         self._device = device
         self._counters = counters
         self._tracer = tracer
+        self._recorder = recorder
+        self._settled = settled
         info = model.info
         self._layer_bytes = max(1, info.dense_bytes // max(1, info.n_layers))
         self._announced: dict[int, set[int]] = {layer: set() for layer in info.token_routed_layers}
@@ -99,6 +111,8 @@ class StepRunner:
         forward = self._model.forward(chunks)
         start_ns = self._yielded_ns = time.perf_counter_ns()
         demand: Demand | None = None
+        if self._recorder is not None:
+            self._recorder.begin_step(n_rows, start_ns)
         try:
             while True:
                 segment_ns = time.perf_counter_ns()
@@ -110,10 +124,16 @@ class StepRunner:
                 if not call.finishing:
                     if abandoned is not None and abandoned():
                         raise StepAbandoned
+                    if self._settled:
+                        await self._coordinator.settled()
+                    if self._recorder is not None:
+                        self._record(self._recorder, call, time.perf_counter_ns() - segment_ns)
                     demand = self._coordinator.demand(call.layer, call.experts)
                     await self._guess(call)
                     continue
                 assert demand is not None
+                if self._recorder is not None:
+                    self._recorder.times(shared_ns=time.perf_counter_ns() - segment_ns)
                 await self._finish(call, demand)
                 for expert, error in demand.failed.items():
                     for row in call.fail(expert):
@@ -131,6 +151,8 @@ class StepRunner:
                     known.clear()
                     self._coordinator.end_layer(layer)
         self._counters.steps += 1
+        if self._recorder is not None:
+            self._recorder.end_step(time.perf_counter_ns())
         if self._tracer is not None:
             self._tracer.step(n_rows, start_ns, time.perf_counter_ns())
         return StepResult(logits, errors)
@@ -143,6 +165,11 @@ class StepRunner:
             layer, name = call.layer, "shared" if call.finishing else "attention"
         tracer.compute(layer, name, start_ns, time.perf_counter_ns(), ())
 
+    def _record(self, recorder: RoutingRecorder, call: RoutedCall, dense_ns: int) -> None:
+        n_rows = np.bincount(call.ids.ravel())[call.experts].tolist()
+        tiers = self._coordinator.where(call.layer, call.experts)
+        recorder.call(call.layer, call.experts, n_rows, tiers, dense_ns)
+
     async def _guess(self, call: RoutedCall) -> None:
         if self._lookahead is None:
             return
@@ -154,6 +181,10 @@ class StepRunner:
         )
         for target, experts in guesses:
             self._coordinator.guess(target, experts)
+        if self._recorder is not None:
+            for target, experts in guesses:
+                self._recorder.guess(target, experts)
+            self._recorder.times(guess_ns=time.perf_counter_ns() - start_ns)
         if self._tracer is not None:
             self._tracer.router(layer, start_ns, time.perf_counter_ns())
 
@@ -161,8 +192,8 @@ class StepRunner:
         """Run every expert of the call: those that are resident first, the others as they come."""
         arena = self._coordinator.arena
         cost = call.cost // max(1, len(call.experts))
-        leases = demand.take()
-        while leases or (leases := await demand.wait()):
+        leases = await self._take(demand)
+        while leases:
             start_ns = time.perf_counter_ns()
             ready = leases
             await self._compute(cost * len(ready), lambda: call.run(arena, ready))  # noqa: B023
@@ -174,8 +205,23 @@ class StepRunner:
                     time.perf_counter_ns(),
                     [lease.expert for lease in leases],
                 )
+            if self._recorder is not None:
+                self._recorder.times(experts_ns=time.perf_counter_ns() - start_ns)
             demand.release(leases)
-            leases = demand.take()
+            leases = await self._take(demand)
+
+    async def _take(self, demand: Demand) -> list[Lease]:
+        """What is there; else what comes first; [] when nothing is left."""
+        if self._settled:
+            await self._coordinator.settled()
+        leases = demand.take()
+        if leases or not demand.missing:
+            return leases
+        start_ns = time.perf_counter_ns()
+        leases = await demand.wait()
+        if self._recorder is not None:
+            self._recorder.times(wait_ns=time.perf_counter_ns() - start_ns)
+        return leases
 
     def _end_layer(self, call: RoutedCall) -> None:
         layer = call.layer
