@@ -14,7 +14,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from aprefetch.engine.request import (
     Completion,
     FinishReason,
     GenerateRequest,
+    RequestInfo,
     ScoreRequest,
     ScoreResult,
     Usage,
@@ -52,6 +53,7 @@ from aprefetch.plan import Examined, Plan, examine
 from aprefetch.report import RunReport
 from aprefetch.routing_trace import RoutingRecorder, RoutingTrace
 from aprefetch.stats import Counters, Stats
+from aprefetch.text.answer import AnswerFormat, answer_format
 from aprefetch.text.chat_template import ChatTemplate, load_chat_template
 from aprefetch.text.detokenizer import Detokenizer
 from aprefetch.text.tokenizer import Tokenizer
@@ -120,6 +122,8 @@ class Runtime:
     """What lives where, and the budgets in force."""
     tokenizer: Tokenizer
     """The vocabulary in use."""
+    answer_format: AnswerFormat
+    """How the model marks reasoning and tool calls in its answers."""
 
     def __init__(
         self,
@@ -216,6 +220,7 @@ class Runtime:
         self._source, self._device = examined.source, device
         self._model, self.tokenizer, self._template = loaded
         self.model_info = loaded.model.info
+        self.answer_format = answer_format(loaded.tokenizer)
         self.config = config
         if config.trace.enabled:
             self._tracer = Tracer(config.trace.max_events, {"model": self.model_info.name})
@@ -370,6 +375,7 @@ class Runtime:
         params: SamplingParams | None = None,
         *,
         chat_options: Mapping[str, Any] | None = None,
+        keep_special: Collection[int] = (),
         **keywords: Any,
     ) -> TokenStream:
         """The tokens of an answer as they come.
@@ -378,6 +384,7 @@ class Runtime:
             prompt: text to continue, token ids, or chat messages (`role`, `content`).
             params, keywords: see `SamplingParams`; keywords override the object.
             chat_options: variables for the chat template, such as `thinking=True`.
+            keep_special: control tokens whose text is given out too; others never are.
 
         Raises:
             InvalidRequestError: wrong parameters, at once; a wrong prompt when iteration begins.
@@ -390,7 +397,7 @@ class Runtime:
         async def prepare() -> GenerateRequest:
             encoded = await self._encode(prompt, chat_options)
             stream.prompt, stream.template = encoded.text, encoded.template
-            return self._request(encoded.ids, chosen)
+            return self._request(encoded.ids, chosen, keep_special)
 
         stream = TokenStream(prepare, self._engine.submit, self._engine.cancel)
         return stream
@@ -484,7 +491,9 @@ class Runtime:
             limit_tokens=limit,
         )
 
-    def _request(self, ids: list[int], params: SamplingParams) -> GenerateRequest:
+    def _request(
+        self, ids: list[int], params: SamplingParams, keep_special: Collection[int]
+    ) -> GenerateRequest:
         room = self._context_tokens - len(ids)
         if room < max(1, params.min_tokens):
             raise self._too_long(len(ids))
@@ -497,7 +506,9 @@ class Runtime:
                 prompt_ids=ids,
                 end_ids=() if params.ignore_eos else ends,
             ),
-            feed=EventFeed(Detokenizer(self.tokenizer, tuple(params.stop))),
+            feed=EventFeed(
+                Detokenizer(self.tokenizer, tuple(params.stop), keep=frozenset(keep_special))
+            ),
             stop_ids=frozenset(params.stop_token_ids)
             | (frozenset() if params.ignore_eos else ends),
             max_tokens=min(params.max_tokens, room),
@@ -560,6 +571,16 @@ class Runtime:
         return out
 
     # Looking in
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests are taken; false once closing began, or after a failure."""
+        return self._is_open and self._failure is None and not self._closing.is_set()
+
+    def requests(self) -> list[RequestInfo]:
+        """The requests that are not over: those that run, then those that wait."""
+        engine = getattr(self, "_engine", None)
+        return [request.describe() for request in engine.requests()] if engine is not None else []
 
     def stats(self) -> Stats:
         """Counters since the opening, and bytes by tier. Works while requests run."""
