@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 try:
     import uvloop
@@ -22,6 +23,9 @@ TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS / "models"))  # helpers that several rooms' tests import
 sys.path.insert(0, str(TESTS.parent / "tools"))
 
+
+# Tensors are tiny here: torch's own threads would only get in each other's way.
+torch.set_num_threads(1)
 
 if uvloop is not None:
     # uvloop keeps one pipe for the whole process; open it before tests count descriptors.
