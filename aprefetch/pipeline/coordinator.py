@@ -30,6 +30,7 @@ from aprefetch.pipeline.budget import (
     minimum_bytes,
 )
 from aprefetch.pipeline.demand import Demand
+from aprefetch.pipeline.guesses import Verdict
 from aprefetch.pipeline.movement import Movement
 from aprefetch.pipeline.objects import Entry, Lane, Stage, Wish
 from aprefetch.pipeline.reader import Priority, Reader
@@ -364,9 +365,10 @@ class Coordinator(Movement):
         quota = max(int(self._guess_share * landing.n_slots), int(self._guess_share > 0))
         if len(landing.guesses) >= quota or landing.wanted or not landing.has_spare():
             return False
-        if not self._trust.admits():
+        verdict = self._trust.verdict()
+        if verdict is Verdict.REFUSED:
             return False
-        displaces = self._trust.may_evict()
+        displaces = verdict is Verdict.DISPLACES
         if not self._tiers.make_room_for_guess(landing, entry, may_displace=displaces):
             return False
         entry.wish = Wish.GUESS

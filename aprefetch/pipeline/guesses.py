@@ -8,34 +8,46 @@ lookahead has become better.
 
 from __future__ import annotations
 
-__all__ = ["GuessTrust"]
+from enum import Enum
+
+__all__ = ["GuessTrust", "Verdict"]
 
 WEIGHT = 1 / 16  # of the newest outcome in the estimate
-EVICTS_FROM = 0.4  # precision from which a guess may displace the coldest object
+DISPLACES_FROM = 0.4  # precision from which a guess may displace the coldest object
 ISSUED_FROM = 0.15  # precision below which guesses only probe
 PROBE_EVERY = 16
+
+
+class Verdict(Enum):
+    """What a guess may do."""
+
+    REFUSED = 0
+    FREE_ROOM = 1  # take free room, or that of an object colder than itself
+    DISPLACES = 2  # displace the coldest object, whatever it is
 
 
 class GuessTrust:
     """Precision of recent guesses, and what follows from it."""
 
-    __slots__ = ("_n_refused", "precision")
+    __slots__ = ("_n_doubted", "precision")
 
     def __init__(self) -> None:
         self.precision = 0.5
-        self._n_refused = 0
+        self._n_doubted = 0
 
     def resolved(self, came_true: bool) -> None:
         """Take in the outcome of one guess."""
         self.precision += (came_true - self.precision) * WEIGHT
 
-    def admits(self) -> bool:
-        """Whether the next guess may be issued."""
-        if self.precision >= ISSUED_FROM:
-            return True
-        self._n_refused += 1
-        return self._n_refused % PROBE_EVERY == 0
+    def may_displace(self) -> bool:
+        """Whether guesses may displace objects that are warmer than themselves."""
+        return self.precision >= DISPLACES_FROM
 
-    def may_evict(self) -> bool:
-        """Whether a guess may displace an object that is warmer than itself."""
-        return self.precision >= EVICTS_FROM
+    def verdict(self) -> Verdict:
+        """What the next guess may do. Every so often a doubted one may do all, as a probe."""
+        if self.precision >= DISPLACES_FROM:
+            return Verdict.DISPLACES
+        self._n_doubted += 1
+        if self._n_doubted % PROBE_EVERY == 0:
+            return Verdict.DISPLACES
+        return Verdict.FREE_ROOM if self.precision >= ISSUED_FROM else Verdict.REFUSED

@@ -305,7 +305,7 @@ class Movement:
         quota = int(self._guess_share * pool.n_slots)
         if len(pool.guesses) >= quota or pool.wanted or not pool.has_spare():
             return False
-        displaces = self._trust.may_evict()
+        displaces = self._trust.may_displace()
         if not self._tiers.make_room_for_guess(pool, entry, may_displace=displaces):
             return False
         entry.wish = Wish.GUESS
