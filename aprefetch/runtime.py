@@ -59,6 +59,7 @@ from aprefetch.text.detokenizer import Detokenizer
 from aprefetch.text.tokenizer import Tokenizer
 from aprefetch.text.vocab import load_tokenizer
 from aprefetch.trace import Tracer
+from aprefetch.types import ExpertKey
 
 __all__ = ["Prompt", "Runtime"]
 
@@ -305,6 +306,18 @@ class Runtime:
                 str(layer): layout.payload_bytes
                 for layer, layout in examined.experts.layers.items()
             },
+            "role_bytes": {
+                str(layer): [role.n_bytes for role in layout.roles]
+                for layer, layout in examined.experts.layers.items()
+            },
+            "landing_bytes": {
+                str(layer): examined.experts.max_landing_bytes(layer)
+                for layer in examined.experts.layers
+            },
+            "reads_per_object": len(
+                examined.experts.read_plan(ExpertKey(min(examined.experts.layers), 0)).reads
+            ),
+            "alignment": examined.experts.alignment,
             "vram_budget_bytes": examined.plan.vram_budget_bytes,
             "ram_budget_bytes": examined.plan.ram_budget_bytes,
             "cache_policy": config.cache_policy,

@@ -124,10 +124,11 @@ class StepRunner:
                 if not call.finishing:
                     if abandoned is not None and abandoned():
                         raise StepAbandoned
+                    dense_ns = time.perf_counter_ns() - segment_ns
                     if self._settled:
                         await self._coordinator.settled()
                     if self._recorder is not None:
-                        self._record(self._recorder, call, time.perf_counter_ns() - segment_ns)
+                        self._record(self._recorder, call, dense_ns)
                     demand = self._coordinator.demand(call.layer, call.experts)
                     await self._guess(call)
                     continue
