@@ -9,7 +9,8 @@ import aprefetch
 
 ROOT = Path(aprefetch.__file__).parent
 LEVELS = {
-    "aprefetch.cli": 8,
+    "aprefetch.cli": 9,
+    "aprefetch.server": 8,
     "aprefetch.runtime": 7,
     "aprefetch.report": 7,
     "aprefetch.plan": 7,

@@ -18,7 +18,7 @@ from aprefetch.pipeline.io.wrappers import FaultFiles
 from aprefetch.trace import validate_trace
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
-OPTIONS: dict[str, Any] = {"kernels": "reference", "device": "cpu"}
+OPTIONS: dict[str, Any] = {"device": "cpu"}
 
 
 @pytest.fixture(scope="module")

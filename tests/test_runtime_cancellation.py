@@ -51,7 +51,7 @@ async def settle(rt: Runtime) -> None:
 async def test_cancel_at_random_points(model, facts, how) -> None:
     rng = random.Random(7)
     p7, p40 = facts["prompts"]["p7"]["ids"], facts["prompts"]["p40"]["ids"]
-    options = {"kernels": "reference", "chunk_tokens": 13, **minimum_budgets(model)}
+    options = {"chunk_tokens": 13, **minimum_budgets(model)}
     async with Runtime.open(model, **options) as rt:
         tasks = asyncio.all_tasks()
 
@@ -86,7 +86,7 @@ async def test_cancel_at_random_points(model, facts, how) -> None:
 async def test_cancelling_some_leaves_the_others_right(model, facts) -> None:
     rng = random.Random(3)
     ids = facts["prompts"]["p7"]["ids"]
-    async with Runtime.open(model, kernels="reference", **minimum_budgets(model)) as rt:
+    async with Runtime.open(model, **minimum_budgets(model)) as rt:
         good = asyncio.create_task(rt.generate(ids, max_tokens=16, **GREEDY))
         while not good.done():
             call = asyncio.create_task(rt.generate(ids, max_tokens=16, **GREEDY))
@@ -98,7 +98,7 @@ async def test_cancelling_some_leaves_the_others_right(model, facts) -> None:
 
 
 async def test_a_prompt_that_nobody_waits_for_is_given_up_within_the_step(model, facts) -> None:
-    async with Runtime.open(model, kernels="reference", chunk_tokens=300) as rt:
+    async with Runtime.open(model, chunk_tokens=300) as rt:
         call = asyncio.create_task(rt.generate(facts["prompts"]["p300"]["ids"]))
         await until(lambda: rt._coordinator._open or rt.stats().reads)
         call.cancel()

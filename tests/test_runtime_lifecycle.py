@@ -19,7 +19,7 @@ from aprefetch import Runtime, embedded
 from aprefetch.pipeline.io.wrappers import GateFiles
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
-OPTIONS: dict[str, Any] = {"kernels": "reference", "device": "cpu"}
+OPTIONS: dict[str, Any] = {"device": "cpu"}
 
 
 @pytest.fixture(scope="module")
