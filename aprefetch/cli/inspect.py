@@ -1,4 +1,4 @@
-"""`aprefetch inspect`: what a model file holds, from its header alone."""
+"""`aprefetch inspect`: what a model file or a pack holds, from its header alone."""
 
 from __future__ import annotations
 
@@ -26,8 +26,21 @@ def _inspect(args: argparse.Namespace) -> int:
     from aprefetch.inspection import inspect
 
     found = inspect(args.file)
+    if found.architecture == "aprefetch-pack":
+        return _inspect_pack(args)
     if args.json:
         print(json.dumps(found.to_dict(tensors=args.tensors), ensure_ascii=False))
     else:
         print("\n".join(found.lines(tensors=args.tensors)))
+    return 0
+
+
+def _inspect_pack(args: argparse.Namespace) -> int:
+    from aprefetch.storage.pack import describe, open_pack
+
+    pack = open_pack(args.file)
+    if args.json:
+        print(json.dumps(describe.facts(pack), ensure_ascii=False))
+    else:
+        print("\n".join(describe.lines(pack)))
     return 0

@@ -34,7 +34,7 @@ from aprefetch.errors import (
 from aprefetch.storage.direct import direct_io_alignment
 from aprefetch.storage.experts import GgufExperts
 from aprefetch.storage.pack import format as pack_format
-from aprefetch.storage.pack.copy import SPAN_BYTES, Copier, CopyScratch, Span, Target
+from aprefetch.storage.pack.copy import Copier, CopyScratch, Span, Target
 from aprefetch.storage.pack.copy import open_for_reading as _open_for_reading
 from aprefetch.storage.pack.copy_phase import CopyPhase
 from aprefetch.storage.pack.crew import Cancel, Progress, Reporter, default_workers, run_crew
@@ -255,7 +255,7 @@ def differs(
     reporter.begin("compare")
 
     def spans() -> Iterator[Span]:
-        for span in shape.spans(SPAN_BYTES):
+        for span in copier.spans():
             if found.is_set():
                 return
             yield span
@@ -341,7 +341,7 @@ class _Build:
     def reuse(self) -> BuildResult | None:
         """The pack, if it is there, good, and no build is under way; needs no lock."""
         try:
-            if _exists(self.journal_path):
+            if _exists(self.journal_path) or _exists(self.lock_path):
                 return None
             pack = self._existing(is_resumable=False)
         except PackError:

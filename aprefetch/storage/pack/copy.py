@@ -92,11 +92,15 @@ class Copier:
         self._sources = sources
         self._targets = targets
 
+    def spans(self) -> Iterator[Span]:
+        """All objects, in pieces that the buffers of `scratch` can hold."""
+        return self._shape.spans(SPAN_BYTES)
+
     def scratch(self) -> CopyScratch:
         """Buffers for one thread."""
         alignment = self._shape.alignment
         landing = objects = 0
-        for layout, _, n in self._shape.spans(SPAN_BYTES):
+        for layout, _, n in self.spans():
             largest = max(role.n_bytes for role in layout.roles)
             landing = max(landing, align_up(n * largest, alignment) + 2 * alignment)
             objects = max(objects, n * self._shape.stored_bytes(layout))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprefetch.errors import PackError
-from aprefetch.storage.pack.copy import SPAN_BYTES, Copier, CopyScratch, Span, Target
+from aprefetch.storage.pack.copy import Copier, CopyScratch, Span, Target
 from aprefetch.storage.pack.crew import Reporter, run_crew
 from aprefetch.storage.pack.journal import Journal
 from aprefetch.storage.pack.shape import PackShape
@@ -88,7 +88,7 @@ class CopyPhase:
         self._note()
 
     def _spans(self) -> Iterator[Span]:
-        for layout, at, n in self._shape.spans(SPAN_BYTES):
+        for layout, at, n in self._copier.spans():
             number = self._shape.first_object[layout.layer] + at
             if not self._done[number : number + n].all():
                 yield layout, at, n

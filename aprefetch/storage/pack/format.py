@@ -359,32 +359,41 @@ def _check_version(fields: _Fields) -> None:
 
 def _check_digest(fields: _Fields, header: GgufHeader) -> None:
     found = fields.text("index_digest")
-    pair = encode.encode_pair(_INDEX_DIGEST, encode.text(found))
-    blank = encode.encode_pair(_INDEX_DIGEST, encode.text(_NO_DIGEST))
-    if len(found) == len(_NO_DIGEST):
-        raw = header.raw.replace(pair, blank, 1)
-        if hashlib.sha256(raw).hexdigest() == found:
-            return
+    if header.version == 3 and _signs(header.raw, found):
+        return
     raise PackCorruptError(
-        f"{fields.path}: the index does not match its digest: {_what_changed(header.metadata)}; "
+        f"{fields.path}: the index does not match its digest: {_what_changed(header, found)}; "
         "the pack is damaged, build it again",
         path=fields.path,
     )
 
 
-def _what_changed(metadata: Metadata) -> str:
+def _signs(raw: bytes, found: str) -> bool:
+    """Is `found` the digest of this header?"""
+    pair = encode.encode_pair(_INDEX_DIGEST, encode.text(found))
+    blank = encode.encode_pair(_INDEX_DIGEST, encode.text(_NO_DIGEST))
+    return hashlib.sha256(raw.replace(pair, blank, 1)).hexdigest() == found
+
+
+def _what_changed(header: GgufHeader, found: str) -> str:
     """Which fields do not match their own check sums."""
-    keys = [key for key in metadata if key not in (_CRCS, _INDEX_DIGEST)]
+    metadata = header.metadata
+    if header.version != 3:
+        return f"the GGUF version is {header.version}, not 3"
+    pairs = {
+        key: encode.encode_pair(key, Raw(*metadata.encoded(key)))
+        for key in metadata
+        if key not in (_CRCS, _INDEX_DIGEST)
+    }
     crcs = metadata.get(_CRCS)
-    if not isinstance(crcs, np.ndarray) or len(crcs) != len(keys):
+    if not isinstance(crcs, np.ndarray) or len(crcs) != len(pairs):
         return f"field {_CRCS!r} or the number of fields was changed"
-    changed = [
-        key
-        for key, crc in zip(keys, crcs.tolist(), strict=True)
-        if zlib.crc32(encode.encode_pair(key, Raw(*metadata.encoded(key)))) != crc
-    ]
-    if len(changed) > len(keys) // 2:
+    right = [zlib.crc32(pair) for pair in pairs.values()]
+    pair = encode.encode_pair(_CRCS, Raw(*metadata.encoded(_CRCS)))
+    mended = header.raw.replace(pair, encode.encode_pair(_CRCS, encode.u32(right)), 1)
+    if mended != header.raw and _signs(mended, found):
         return f"field {_CRCS!r} was changed"
+    changed = [k for k, ours, crc in zip(pairs, right, crcs.tolist(), strict=True) if ours != crc]
     if changed:
         return "changed: " + ", ".join(map(repr, changed[:4]))
     return f"field {_INDEX_DIGEST!r} or the tensor table was changed"
