@@ -67,31 +67,45 @@ def _softmax(logits: Any, n: Any, scale: Any, sink: Any) -> None:
 
 
 @inner
-def _add_four_heads(weights: Any, stride: Any, keys: Any, n: Any, d: Any, out: Any) -> None:
-    """`out [4, d] += weights [4, n] @ keys [n, d]`, keys in ascending order."""
-    w1, w2, w3 = weights + stride, weights + 2 * stride, weights + 3 * stride
-    for c in range(0, 4 * d, 64):
-        o0, o1, o2, o3 = out + c, out + 4 * d + c, out + 8 * d + c, out + 12 * d + c
-        a0, a1, a2, a3 = load16(o0), load16(o1), load16(o2), load16(o3)
-        for j in range(n):
-            key = load16(keys + 4 * j * d + c)
-            a0 = fma16(splat(f32_at(weights + 4 * j)), key, a0)
-            a1 = fma16(splat(f32_at(w1 + 4 * j)), key, a1)
-            a2 = fma16(splat(f32_at(w2 + 4 * j)), key, a2)
-            a3 = fma16(splat(f32_at(w3 + 4 * j)), key, a3)
-        store16(o0, a0)
-        store16(o1, a1)
-        store16(o2, a2)
-        store16(o3, a3)
-
-
-@inner
-def _add_one_head(weights: Any, keys: Any, n: Any, d: Any, out: Any) -> None:
-    for c in range(0, 4 * d, 64):
+def _add_one_head(weights: Any, keys: Any, n: Any, d: Any, out: Any, done: Any) -> None:
+    """The same for one head, from byte `done` of its row on."""
+    for c in range(done, 4 * d, 64):
         a = load16(out + c)
         for j in range(n):
             a = fma16(splat(f32_at(weights + 4 * j)), load16(keys + 4 * j * d + c), a)
         store16(out + c, a)
+
+
+@inner
+def _add_four_heads(weights: Any, stride: Any, keys: Any, n: Any, d: Any, out: Any) -> None:
+    """`out [4, d] += weights [4, n] @ keys [n, d]`, keys in ascending order."""
+    w1, w2, w3 = weights + stride, weights + 2 * stride, weights + 3 * stride
+    pairs = d // 32 * 128
+    for c in range(0, pairs, 128):
+        o0, o1, o2, o3 = out + c, out + 4 * d + c, out + 8 * d + c, out + 12 * d + c
+        a0, a1, a2, a3 = load16(o0), load16(o1), load16(o2), load16(o3)
+        b0, b1, b2, b3 = load16(o0 + 64), load16(o1 + 64), load16(o2 + 64), load16(o3 + 64)
+        for j in range(n):
+            at = keys + 4 * j * d + c
+            p, q = load16(at), load16(at + 64)
+            w = splat(f32_at(weights + 4 * j))
+            a0, b0 = fma16(w, p, a0), fma16(w, q, b0)
+            w = splat(f32_at(w1 + 4 * j))
+            a1, b1 = fma16(w, p, a1), fma16(w, q, b1)
+            w = splat(f32_at(w2 + 4 * j))
+            a2, b2 = fma16(w, p, a2), fma16(w, q, b2)
+            w = splat(f32_at(w3 + 4 * j))
+            a3, b3 = fma16(w, p, a3), fma16(w, q, b3)
+        store16(o0, a0)
+        store16(o1, a1)
+        store16(o2, a2)
+        store16(o3, a3)
+        store16(o0 + 64, b0)
+        store16(o1 + 64, b1)
+        store16(o2 + 64, b2)
+        store16(o3 + 64, b3)
+    for h in range(4):
+        _add_one_head(weights + h * stride, keys, n, d, out + 4 * h * d, pairs)
 
 
 @inner
@@ -103,7 +117,7 @@ def _add_values(
     for h in range(0, fours, 4):
         _add_four_heads(weights + h * stride, stride, keys, n, d, out + 4 * h * d)
     for h in range(fours, n_heads):
-        _add_one_head(weights + h * stride, keys, n, d, out + 4 * h * d)
+        _add_one_head(weights + h * stride, keys, n, d, out + 4 * h * d, 0)
 
 
 @inner

@@ -12,6 +12,8 @@ import os
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from threading import Barrier
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +30,13 @@ from aprefetch.types import ROLES, LayerLayout
 __all__ = ["NumbaOps"]
 
 _f32 = torch.float32
-_empty = torch.empty
+_empty_like = torch.empty_like
+_linear, _experts = experts.linear, experts.experts
+_templates: dict[tuple[int, ...], Tensor] = {}
+_MAX_TEMPLATES = 4096
 
-_SPLIT_COST = 1 << 20
-"""Weight bytes times rows above which a call is worth the tens of microseconds of a hand-over."""
+_SPLIT_COST = 4 << 20
+"""Weight bytes times rows above which a call is worth a hand-over to other threads (50 us)."""
 
 _MAX_THREADS = 16
 
@@ -49,8 +54,30 @@ def _ids(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x
 
 
+def _new(*shape: int) -> Tensor:
+    """An uninitialised float32 tensor; `empty_like` costs half of `empty` with a type."""
+    template = _templates.get(shape)
+    if template is None:
+        if len(_templates) >= _MAX_TEMPLATES:
+            _templates.clear()
+        # One number seen in all places: it has the shape and no memory to speak of.
+        template = torch.empty((), dtype=_f32, device="cpu").expand(shape)
+        _templates[shape] = template
+    return _empty_like(template)
+
+
 def _wrong(name: str, got: object, wanted: object) -> ValueError:
     return ValueError(f"{name}: got {got}, expected {wanted}")
+
+
+def _started_pool(n_threads: int) -> ThreadPoolExecutor:
+    """A pool whose threads are all there, so that no token pays for starting one."""
+    pool = ThreadPoolExecutor(n_threads, thread_name_prefix="aprefetch-kernel")
+    everyone = Barrier(n_threads + 1)
+    for _ in range(n_threads):
+        pool.submit(everyone.wait)
+    everyone.wait()
+    return pool
 
 
 class NumbaOps(KimiReferenceOps):
@@ -64,11 +91,8 @@ class NumbaOps(KimiReferenceOps):
         cores = os.cpu_count() or 1
         self.n_threads = max(1, min(n_threads or cores, _MAX_THREADS))
         self.device = torch.device("cpu")
-        self._pool = (
-            ThreadPoolExecutor(self.n_threads - 1, thread_name_prefix="aprefetch-kernel")
-            if self.n_threads > 1
-            else None
-        )
+        self._pool = _started_pool(self.n_threads - 1) if self.n_threads > 1 else None
+        self._split_cost = float("inf") if self._pool is None else _SPLIT_COST
         self._plain = ReferenceOps()
         # Both keep what they are keyed by alive, so an id is never met again with another object.
         self._tables: dict[int, tuple[LayerLayout, array[int], int, int]] = {}
@@ -77,11 +101,12 @@ class NumbaOps(KimiReferenceOps):
     def close(self) -> None:
         """End the threads; the ops go on serially."""
         pool, self._pool = self._pool, None
+        self._split_cost = float("inf")
         if pool is not None:
             pool.shutdown()
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return _empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype)
 
     def _split(self, n: int, step: int, call: Callable[[int, int], object]) -> None:
         """`call(start, stop)` over `0..n`, in parts that are multiples of `step`."""
@@ -103,39 +128,52 @@ class NumbaOps(KimiReferenceOps):
     # ---- products -------------------------------------------------------------------------------
 
     def linear(self, x: Tensor, w: QuantTensor) -> Tensor:
-        x, n_out, n_in, data = _flat(x), w.n_out, w.n_in, w.data
-        n = x.size(0)
-        if x.size(1) != n_in:
-            raise _wrong("linear input width", x.size(1), n_in)
-        out = _empty((n, n_out), dtype=_f32)
+        if x.dtype is not _f32 or not x.is_contiguous():
+            x = _flat(x)
+        n_out, n_in, data = w.n_out, w.n_in, w.data
+        n, width = x.shape
+        if width != n_in:
+            raise _wrong("linear input width", width, n_in)
+        out = _new(n, n_out)
         stride = data.stride(0)
-        fixed = (w.ggml_type, data.data_ptr(), stride, n_in, x.data_ptr(), n, 1, n_out)
-        to = out.data_ptr()
-        if stride * n_out * n < _SPLIT_COST or self._pool is None:
-            experts.linear(*fixed, to, 0, n_out)
+        if stride * n_out * n < self._split_cost:
+            _linear(
+                w.ggml_type, data.data_ptr(), stride, n_in, x.data_ptr(), n, 1, n_out,
+                out.data_ptr(), 0, n_out,
+            )  # fmt: skip
         else:
-            self._split(n_out, 16, lambda r0, r1: experts.linear(*fixed, to, r0, r1))
+            self._split_linear(w, x, n, 1, out)
         return out
 
     def grouped_linear(self, x: Tensor, w: QuantTensor) -> Tensor:
-        x, n_out, n_in, data = _flat(x), w.n_out, w.n_in, w.data
-        n, n_groups = x.size(0), x.size(1)
-        if x.size(2) != n_in or n_out % n_groups:
+        x = _flat(x)
+        n_out, n_in, data = w.n_out, w.n_in, w.data
+        n, n_groups, width = x.shape
+        if width != n_in or n_out % n_groups:
             raise _wrong("grouped input", tuple(x.shape), (n, f"a divisor of {n_out}", n_in))
-        out = _empty((n, n_out), dtype=_f32)
+        out = _new(n, n_out)
         stride, rows = data.stride(0), n_out // n_groups
-        fixed = (w.ggml_type, data.data_ptr(), stride, n_in, x.data_ptr(), n, n_groups, rows)
-        to = out.data_ptr()
-        if stride * n_out * n < _SPLIT_COST or self._pool is None:
-            experts.linear(*fixed, to, 0, rows)
+        if stride * n_out * n < self._split_cost:
+            _linear(
+                w.ggml_type, data.data_ptr(), stride, n_in, x.data_ptr(), n, n_groups, rows,
+                out.data_ptr(), 0, rows,
+            )  # fmt: skip
         else:
-            self._split(rows, 16, lambda r0, r1: experts.linear(*fixed, to, r0, r1))
+            self._split_linear(w, x, n, n_groups, out)
         return out
+
+    def _split_linear(self, w: QuantTensor, x: Tensor, n: int, n_groups: int, out: Tensor) -> None:
+        data, rows = w.data, w.n_out // n_groups
+        fixed = (
+            w.ggml_type, data.data_ptr(), data.stride(0), w.n_in, x.data_ptr(), n, n_groups, rows,
+            out.data_ptr(),
+        )  # fmt: skip
+        self._split(rows, 16, lambda r0, r1: _linear(*fixed, r0, r1))
 
     def embed(self, w: QuantTensor, token_ids: Tensor) -> Tensor:
         ids, data = _ids(token_ids, torch.int64), w.data
         n = ids.numel()
-        out = _empty((n, w.n_in), dtype=_f32)
+        out = _new(n, w.n_in)
         wrong = experts.embed(
             w.ggml_type, data.data_ptr(), data.stride(0), w.n_in,
             ids.data_ptr(), n, w.n_out, out.data_ptr(),
@@ -195,18 +233,20 @@ class NumbaOps(KimiReferenceOps):
         )  # fmt: skip
         last = (n_hidden, out.data_ptr(), n_out, out_rows.data_ptr())
         n_pairs = starts[-1]
-        if layout.payload_bytes * n_pairs < _SPLIT_COST or self._pool is None:
-            experts.experts(*first, 0, *last, -1, 0, 0)
-            return
-        hidden = _empty((2, n_pairs, n_hidden), dtype=_f32)
-        to = hidden.data_ptr()
-        self._split(n_hidden, 16, lambda r0, r1: experts.experts(*first, to, *last, 0, r0, r1))
-        self._split(n_out, 16, lambda r0, r1: experts.experts(*first, to, *last, 1, r0, r1))
+        if layout.payload_bytes * n_pairs < self._split_cost:
+            _experts(*first, 0, *last, -1, 0, 0)
+        else:
+            hidden = _new(2, n_pairs, n_hidden)
+            self._split_experts((*first, hidden.data_ptr(), *last), n_hidden, n_out)
+
+    def _split_experts(self, fixed: tuple[float, ...], n_hidden: int, n_out: int) -> None:
+        self._split(n_hidden, 16, lambda r0, r1: _experts(*fixed, 0, r0, r1))
+        self._split(n_out, 16, lambda r0, r1: _experts(*fixed, 1, r0, r1))
 
     def sum_experts(self, parts: Tensor, weights: Tensor) -> Tensor:
         parts, weights = _flat(parts), _flat(weights)
         n, k, d = parts.shape
-        out = _empty((n, d), dtype=_f32)
+        out = _new(n, d)
         layers.sum_experts(parts.data_ptr(), weights.data_ptr(), n, k, d, out.data_ptr())
         return out
 
@@ -214,7 +254,7 @@ class NumbaOps(KimiReferenceOps):
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         x = _flat(x)
-        out = torch.empty_like(x)
+        out = _empty_like(x)
         d = x.size(-1)
         weight = None if weight is None else _flat(weight)
         at = 0 if weight is None else weight.data_ptr()
@@ -232,7 +272,7 @@ class NumbaOps(KimiReferenceOps):
 
     def swiglu(self, gate: Tensor, up: Tensor, limit: float) -> Tensor:
         gate, up = _flat(gate), _flat(up)
-        out = torch.empty_like(gate)
+        out = _empty_like(gate)
         layers.swiglu(gate.data_ptr(), up.data_ptr(), gate.numel(), limit, out.data_ptr())
         return out
 
@@ -262,8 +302,8 @@ class NumbaOps(KimiReferenceOps):
     ) -> tuple[Tensor, Tensor, Tensor]:
         streams = _flat(streams)
         n, s, d = streams.shape
-        out = _empty((n, d), dtype=_f32)
-        post, comb = _empty((n, s), dtype=_f32), _empty((n, s, s), dtype=_f32)
+        out = _new(n, d)
+        post, comb = _new(n, s), _new(n, s, s)
         layers.hc_enter(
             self._float_matrix(fn), s * (s + 2), streams.data_ptr(), n, s, d, scale.data_ptr(),
             base.data_ptr(), norm.data_ptr(), eps, hc_eps, n_iterations,
@@ -284,7 +324,7 @@ class NumbaOps(KimiReferenceOps):
     ) -> Tensor:
         streams = _flat(streams)
         n, s, d = streams.shape
-        out = _empty((n, d), dtype=_f32)
+        out = _new(n, d)
         layers.hc_enter(
             self._float_matrix(fn), s, streams.data_ptr(), n, s, d, scale.data_ptr(),
             base.data_ptr(), norm.data_ptr(), eps, hc_eps, 0, out.data_ptr(), 0, 0,
@@ -295,7 +335,7 @@ class NumbaOps(KimiReferenceOps):
         # Held by name until the kernel is done: an address keeps nothing alive.
         y, streams, post, comb = _flat(y), _flat(streams), _flat(post), _flat(comb)
         n, s, d = streams.shape
-        out = _empty((n, s, d), dtype=_f32)
+        out = _new(n, s, d)
         layers.hc_leave(
             y.data_ptr(), streams.data_ptr(), post.data_ptr(), comb.data_ptr(),
             n, s, d, out.data_ptr(),
@@ -314,7 +354,7 @@ class NumbaOps(KimiReferenceOps):
     ) -> Tensor:
         streams = _flat(streams)
         n, s, d = streams.shape
-        out = _empty((n, d), dtype=_f32)
+        out = _new(n, d)
         layers.hc_enter(
             self._float_matrix(fn), s, streams.data_ptr(), n, s, d, scale.data_ptr(),
             base.data_ptr(), 0, eps, hc_eps, 0, out.data_ptr(), 0, 0,
@@ -349,7 +389,7 @@ class NumbaOps(KimiReferenceOps):
                     for t in range(n)
                 ]
             )  # fmt: skip
-        out = torch.empty_like(q)
+        out = _empty_like(q)
         n_rows = row_at = visible_at = selected_at = k = 0
         if rows is not None and n_visible is not None:
             rows, n_visible = _flat(rows), _ids(n_visible, torch.int32)
@@ -364,11 +404,14 @@ class NumbaOps(KimiReferenceOps):
             out.data_ptr(),
         )  # fmt: skip
         cost = q.numel() * (min(window, n_keys) + (k or n_rows))
-        if cost < _SPLIT_COST or n == 1 or self._pool is None:
+        if cost < self._split_cost or n == 1:
             attention.attend(*fixed, 0, n)
         else:
-            self._split(n, 1, lambda t0, t1: attention.attend(*fixed, t0, t1))
+            self._split_queries(attention.attend, fixed, n)
         return out
+
+    def _split_queries(self, kernel: Any, fixed: tuple[float, ...], n: int) -> None:
+        self._split(n, 1, lambda t0, t1: kernel(*fixed, t0, t1))
 
     def compress(
         self,
@@ -395,7 +438,7 @@ class NumbaOps(KimiReferenceOps):
                 ]
             )  # fmt: skip
         kv, gate, norm, cos, sin = _flat(kv), _flat(gate), _flat(norm), _flat(cos), _flat(sin)
-        out = _empty((n_blocks, d), dtype=_f32)
+        out = _new(n_blocks, d)
         attention.compress(
             kv.data_ptr(), gate.data_ptr(), kv.size(1), first, n_blocks, ratio, d,
             1 if has_previous else 0, norm.data_ptr(), cos.data_ptr(), sin.data_ptr(),
@@ -410,15 +453,15 @@ class NumbaOps(KimiReferenceOps):
         n_visible = _ids(n_visible, torch.int32)
         n, n_heads, d = q.shape
         n_rows = keys.size(0)
-        out = _empty((n, k), dtype=torch.int32)
+        out = torch.empty((n, k), dtype=torch.int32)
         fixed = (
             q.data_ptr(), n_heads, d, head_weights.data_ptr(), keys.data_ptr(), n_rows,
             n_visible.data_ptr(), k, out.data_ptr(),
         )  # fmt: skip
-        if q.numel() * n_rows < _SPLIT_COST or n == 1 or self._pool is None:
+        if q.numel() * n_rows < self._split_cost or n == 1:
             attention.index_topk(*fixed, 0, n)
         else:
-            self._split(n, 1, lambda t0, t1: attention.index_topk(*fixed, t0, t1))
+            self._split_queries(attention.index_topk, fixed, n)
         return out
 
     # ---- routing --------------------------------------------------------------------------------
@@ -437,7 +480,7 @@ class NumbaOps(KimiReferenceOps):
         n, n_experts = scores.shape
         chosen = None if chosen is None else _ids(chosen, torch.int32)
         bias = None if bias is None else _flat(bias)
-        ids, weights = _empty((n, k), dtype=torch.int32), _empty((n, k), dtype=_f32)
+        ids, weights = torch.empty((n, k), dtype=torch.int32), _new(n, k)
         wrong = layers.route(
             scores.data_ptr(), 0 if bias is None else bias.data_ptr(),
             0 if chosen is None else chosen.data_ptr(), n, n_experts, k,
@@ -452,7 +495,7 @@ class NumbaOps(KimiReferenceOps):
 
     def early_scores(self, scores: Tensor, bias: Tensor | None) -> Tensor:
         scores = _flat(scores)
-        out = torch.empty_like(scores)
+        out = _empty_like(scores)
         n, n_experts = scores.shape
         bias = None if bias is None else _flat(bias)
         at = 0 if bias is None else bias.data_ptr()
