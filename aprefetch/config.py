@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from aprefetch.types import ALIGNMENT
 
 __all__ = [
     "ENVIRONMENT_PREFIX",
+    "BatchConfig",
     "CachePolicy",
     "LookaheadConfig",
     "MemoryConfig",
@@ -110,6 +112,12 @@ class _Checks:
         except ConfigError as error:
             self.problems.append(f"{name}: {error}")
             return value
+
+    def seconds(self, name: str, value: Any) -> None:
+        """`value` must be None or a number above 0."""
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 < value < math.inf):
+            self.problems.append(f"{name} must be a number of seconds above 0, got {value!r}")
 
     def flag(self, name: str, value: Any) -> None:
         """`value` must be a bool."""
@@ -262,6 +270,39 @@ class TraceConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchConfig:
+    """Many requests at a time.
+
+    Args:
+        max_waiting: Requests that may wait while `max_requests` run; more are refused.
+        state_budget: Bytes for the caches (KV) of running requests. A request is admitted when its
+            caches fit at their longest, prompt and `max_tokens`; "auto" is a quarter of the memory
+            that is free at the opening.
+        request_timeout_s: Seconds that a request may take, waiting included; None for no limit.
+        token_gap_s: Longest step, in seconds, that is wished for while some requests decode:
+            chunks of other prompts shrink to keep within it. None for no such wish.
+    """
+
+    max_waiting: int = 256
+    state_budget: Size = "auto"
+    request_timeout_s: float | None = None
+    token_gap_s: float | None = 0.25
+
+    def __post_init__(self) -> None:
+        checks = _Checks()
+        checks.whole("max_waiting", self.max_waiting, 0)
+        object.__setattr__(self, "state_budget", checks.size("state_budget", self.state_budget))
+        checks.seconds("request_timeout_s", self.request_timeout_s)
+        checks.seconds("token_gap_s", self.token_gap_s)
+        checks.finish()
+
+    @property
+    def state_bytes(self) -> int | None:
+        """`state_budget` in bytes; None where it is to be chosen."""
+        return None if isinstance(self.state_budget, str) else self.state_budget
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
     """All options of a runtime.
 
@@ -278,6 +319,7 @@ class RuntimeConfig:
     reader: ReaderConfig = field(default_factory=ReaderConfig)
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
     device: DeviceName = "auto"
     kernels: KernelsName = "auto"
     n_threads: int | None = None
@@ -348,6 +390,7 @@ _GROUPS: dict[str, type[Any]] = {
     "reader": ReaderConfig,
     "lookahead": LookaheadConfig,
     "trace": TraceConfig,
+    "batch": BatchConfig,
 }
 
 
@@ -379,6 +422,7 @@ class _Option(NamedTuple):
 
 _WHOLE = (_parse_whole, "a whole number")
 _TEXT = (str, "text")
+_SECONDS = (float, "a number of seconds")
 _FLAG = (_parse_flag, "one of 1, 0, true, false, yes, no, on, off")
 _OPTIONS: dict[str, _Option] = {
     "vram_budget": _Option("memory", "vram_budget", *_TEXT),
@@ -398,6 +442,10 @@ _OPTIONS: dict[str, _Option] = {
     "trace_max_events": _Option("trace", "max_events", *_WHOLE),
     "trace_routing": _Option("trace", "routing", *_FLAG),
     "trace_settled": _Option("trace", "settled", *_FLAG),
+    "max_waiting": _Option("batch", "max_waiting", *_WHOLE),
+    "state_budget": _Option("batch", "state_budget", *_TEXT),
+    "request_timeout_s": _Option("batch", "request_timeout_s", *_SECONDS),
+    "token_gap_s": _Option("batch", "token_gap_s", *_SECONDS),
     "device": _Option("", "device", *_TEXT),
     "kernels": _Option("", "kernels", *_TEXT),
     "n_threads": _Option("", "n_threads", *_WHOLE),

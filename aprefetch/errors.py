@@ -16,7 +16,9 @@
     |   `-- OutOfDeviceMemoryError
     |-- RequestError                          one request is wrong; the runtime goes on
     |   |-- ContextLengthError
-    |   `-- InvalidRequestError               .param
+    |   |-- DeadlineError (also TimeoutError) .timeout_s
+    |   |-- InvalidRequestError               .param
+    |   `-- QueueFullError                    .limit
     `-- RuntimeStateError
         |-- RuntimeClosedError
         `-- RuntimeFailedError                an invariant broke; the cause is chained
@@ -36,6 +38,7 @@ __all__ = [
     "BudgetError",
     "ConfigError",
     "ContextLengthError",
+    "DeadlineError",
     "DeviceError",
     "InvalidRequestError",
     "ModelError",
@@ -46,6 +49,7 @@ __all__ = [
     "PackError",
     "PackStaleError",
     "PackVersionError",
+    "QueueFullError",
     "ReadError",
     "RequestError",
     "RuntimeClosedError",
@@ -193,6 +197,22 @@ class ContextLengthError(RequestError):
     def __init__(self, message: str, *, n_tokens: int, limit_tokens: int) -> None:
         self.n_tokens = n_tokens
         self.limit_tokens = limit_tokens
+        super().__init__(message)
+
+
+class DeadlineError(RequestError, TimeoutError):
+    """A request was not over within the time it was given."""
+
+    def __init__(self, message: str, *, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        super().__init__(message)
+
+
+class QueueFullError(RequestError):
+    """As many requests run and wait as may; try again later."""
+
+    def __init__(self, message: str, *, limit: int) -> None:
+        self.limit = limit
         super().__init__(message)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 import warnings
@@ -24,6 +25,7 @@ import torch
 
 from aprefetch.config import RuntimeConfig
 from aprefetch.engine.generate import Engine
+from aprefetch.engine.pacing import ChunkPacer
 from aprefetch.engine.request import (
     Completion,
     FinishReason,
@@ -236,6 +238,7 @@ class Runtime:
             alignment=examined.experts.alignment,
             retries=config.reader.retries,
         )
+        self._reader = reader
         stack.push_async_callback(reader.aclose)
         self._coordinator = Coordinator(
             experts=examined.experts,
@@ -263,9 +266,12 @@ class Runtime:
             runner=self._runner,
             device=device,
             scheduler=Scheduler(
-                max_sequences=config.max_requests, batch_invariant=device.ops.batch_invariant
+                max_sequences=config.max_requests,
+                batch_invariant=device.ops.batch_invariant,
+                max_waiting=config.batch.max_waiting,
+                state_budget_bytes=self._state_budget_bytes(config),
             ),
-            chunk_tokens=config.chunk_tokens,
+            pacer=ChunkPacer(config.chunk_tokens, config.batch.token_gap_s),
             counters=self._counters,
             tracer=self._tracer,
             check_source=examined.source.check_unchanged,
@@ -325,6 +331,15 @@ class Runtime:
             "lookahead_depth": config.lookahead.depth if config.lookahead.is_on else 0,
             "settled": config.trace.settled,
         }
+
+    def _state_budget_bytes(self, config: RuntimeConfig) -> int:
+        """As chosen; else a quarter of what is free, but room for one request in any case."""
+        chosen = config.batch.state_bytes
+        if chosen is not None:
+            return chosen
+        info, free_bytes = self.model_info, int(self._device.memory_info().free_bytes)
+        one_bytes = info.state_bytes_fixed + 2 * info.state_bytes_per_token * 4096
+        return max(free_bytes // 4, one_bytes)
 
     def _lookahead(self, config: RuntimeConfig) -> Lookahead | None:
         if not config.lookahead.is_on:
@@ -389,6 +404,7 @@ class Runtime:
         *,
         chat_options: Mapping[str, Any] | None = None,
         keep_special: Collection[int] = (),
+        timeout_s: float | None = None,
         **keywords: Any,
     ) -> TokenStream:
         """The tokens of an answer as they come.
@@ -397,20 +413,28 @@ class Runtime:
             prompt: text to continue, token ids, or chat messages (`role`, `content`).
             params, keywords: see `SamplingParams`; keywords override the object.
             chat_options: variables for the chat template, such as `thinking=True`.
+            timeout_s: seconds that the request may take, waiting included; None is the
+                option `request_timeout_s`.
             keep_special: control tokens whose text is given out too; others never are.
 
         Raises:
             InvalidRequestError: wrong parameters, at once; a wrong prompt when iteration begins.
             ContextLengthError: the prompt leaves no room for an answer (when iteration begins).
+            QueueFullError: too many requests wait already (when iteration begins).
+            BudgetError: its caches would not fit into `state_budget` (when iteration begins).
+            DeadlineError: the time was up (from the iteration).
             RuntimeStateError: closed or failed.
         """
         self._check_open()
         chosen = SamplingParams.build(params, **keywords)
+        timeout_s = self._timeout_s(timeout_s)
 
         async def prepare() -> GenerateRequest:
             encoded = await self._encode(prompt, chat_options)
             stream.prompt, stream.template = encoded.text, encoded.template
-            return self._request(encoded.ids, chosen, keep_special)
+            request = self._request(encoded.ids, chosen, keep_special)
+            request.set_timeout(timeout_s)
+            return request
 
         stream = TokenStream(prepare, self._engine.submit, self._engine.cancel)
         return stream
@@ -421,13 +445,16 @@ class Runtime:
         params: SamplingParams | None = None,
         *,
         chat_options: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
         **keywords: Any,
     ) -> Completion:
         """A whole answer; see `stream` for arguments and errors."""
         before = self.stats()
         texts: list[str] = []
         logprobs: list[float] = []
-        async with self.stream(prompt, params, chat_options=chat_options, **keywords) as stream:
+        async with self.stream(
+            prompt, params, chat_options=chat_options, timeout_s=timeout_s, **keywords
+        ) as stream:
             async for event in stream:
                 texts.append(event.text)
                 if event.logprob is not None:
@@ -474,6 +501,7 @@ class Runtime:
         request = ScoreRequest(
             ids, n_vocab=self.model_info.n_vocab, keep_logits=logits, progress=progress
         )
+        request.set_timeout(self.config.batch.request_timeout_s)
         self._engine.submit(request)
         try:
             await request.ended.wait()
@@ -489,6 +517,18 @@ class Runtime:
             stats=self.stats().since(before),
             logits=request.logits,
         )
+
+    def _timeout_s(self, timeout_s: float | None) -> float | None:
+        if timeout_s is None:
+            default: float | None = self.config.batch.request_timeout_s
+            return default
+        is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+        if not (is_number and 0 < timeout_s < math.inf):
+            raise InvalidRequestError(
+                f"timeout_s must be a number of seconds above 0, not {timeout_s!r}",
+                param="timeout_s",
+            )
+        return float(timeout_s)
 
     @property
     def _context_tokens(self) -> int:
@@ -594,6 +634,12 @@ class Runtime:
         """The requests that are not over: those that run, then those that wait."""
         engine = getattr(self, "_engine", None)
         return [request.describe() for request in engine.requests()] if engine is not None else []
+
+    @property
+    def reads_in_flight(self) -> int:
+        """Reads that are in flight now."""
+        reader = getattr(self, "_reader", None)
+        return reader.statistics().in_flight if reader is not None else 0
 
     def stats(self) -> Stats:
         """Counters since the opening, and bytes by tier. Works while requests run."""

@@ -9,6 +9,7 @@ of a step that has only cancelled ones.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -18,11 +19,12 @@ import numpy as np
 from torch import Tensor
 
 from aprefetch.device.base import Device
+from aprefetch.engine.pacing import ChunkPacer
 from aprefetch.engine.request import GenerateRequest, Request, ScoreRequest
 from aprefetch.engine.scheduler import Scheduler
 from aprefetch.engine.step import StepAbandoned, StepRunner
 from aprefetch.errors import AprefetchError, RuntimeClosedError, RuntimeFailedError
-from aprefetch.models.base import SequenceState
+from aprefetch.models.base import ModelInfo, SequenceState
 from aprefetch.stats import Counters
 from aprefetch.trace import Tracer
 
@@ -33,9 +35,12 @@ log = logging.getLogger(__name__)
 
 _SAMPLE_PASSES = 16  # passes over a row of logits that sampling takes, for `Device.inline`
 _SCORE_PASSES = 8
+_GROWTH = 2  # stores that grow double their capacity
 
 
 class _StateMaker(Protocol):
+    info: ModelInfo
+
     def new_state(self) -> SequenceState: ...
 
 
@@ -47,7 +52,7 @@ class Engine:
         runner: runs steps of that model.
         device: decides where sampling runs.
         scheduler: an empty one.
-        chunk_tokens: most prompt tokens of one sequence in a step.
+        pacer: says how many prompt tokens of one sequence a step may take.
         check_source: raises if the model's files changed; asked after each step that read from
             them, before its tokens are given out. A few `stat` calls.
     """
@@ -59,7 +64,7 @@ class Engine:
         runner: StepRunner,
         device: Device,
         scheduler: Scheduler,
-        chunk_tokens: int,
+        pacer: ChunkPacer,
         counters: Counters,
         tracer: Tracer | None = None,
         check_source: Callable[[], None] | None = None,
@@ -68,7 +73,7 @@ class Engine:
         self._runner = runner
         self._device = device
         self._scheduler = scheduler
-        self._chunk_tokens = chunk_tokens
+        self._pacer = pacer
         self._counters = counters
         self._tracer = tracer
         self._check_source = check_source
@@ -91,6 +96,8 @@ class Engine:
 
         Raises:
             RuntimeStateError: the engine has stopped.
+            QueueFullError: too many wait already.
+            BudgetError: its caches would not fit even if it ran alone.
         """
         if self._closed is not None:
             raise self._closed()
@@ -98,6 +105,9 @@ class Engine:
             raise RuntimeClosedError("the runtime is closing")
         if isinstance(request, GenerateRequest):
             request.feed.on_room = self._wake.set
+        info = self._model.info
+        growing = _GROWTH * info.state_bytes_per_token * request.max_state_tokens
+        request.reserved_bytes = info.state_bytes_fixed + growing
         self._scheduler.add(request)
         self._wake.set()
 
@@ -115,17 +125,19 @@ class Engine:
         """The loop. Ends after `stop`; raises only what breaks an invariant."""
         try:
             while not self._stopping:
-                for request in self._scheduler.cancelled():
-                    self._end(request)
+                for request in self._scheduler.doomed():
+                    self._end(request, request.verdict())
                 for request in self._scheduler.admit():
                     self._begin(request)
                 self._wake.clear()
-                batch = self._scheduler.next_step()
+                n_decoding = self._scheduler.n_decoding()
+                limit_tokens = self._pacer.limit_tokens(n_decoding)
+                batch = self._scheduler.next_step(limit_tokens)
                 if batch:
-                    await self._step(batch)
+                    await self._step(batch, n_decoding, limit_tokens)
                     await asyncio.sleep(0)  # consumers' turn, even if nothing above had to wait
                 else:
-                    await self._wake.wait()
+                    await self._idle()
         except Exception as error:
             log.error("the engine failed: %s", error)
             cause = error
@@ -133,6 +145,17 @@ class Engine:
             raise
         finally:
             self._close(lambda: RuntimeClosedError("the runtime was closed"))
+
+    async def _idle(self) -> None:
+        """Until something changed, or a request that waits or is held up runs out of time."""
+        deadline_ns = self._scheduler.next_deadline_ns()
+        if deadline_ns is None:
+            await self._wake.wait()
+            return
+        seconds = max(0, deadline_ns - time.perf_counter_ns()) / 1e9
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._wake.wait()
 
     def _begin(self, request: Request) -> None:
         request.admitted_ns = time.perf_counter_ns()
@@ -159,11 +182,12 @@ class Engine:
             now_ns = time.perf_counter_ns()
             self._tracer.request(request.number, request.arrived_ns, now_ns, outcome)
 
-    async def _step(self, batch: Sequence[Request]) -> None:
-        chunks = [request.next_chunk(self._chunk_tokens) for request in batch]
+    async def _step(self, batch: Sequence[Request], n_decoding: int, limit_tokens: int) -> None:
+        chunks = [request.next_chunk(limit_tokens) for request in batch]
+        started_ns = time.perf_counter_ns()
         try:
             result = await self._runner.step(
-                chunks, lambda: self._stopping or all(request.cancelled for request in batch)
+                chunks, lambda: self._stopping or all(request.doomed for request in batch)
             )
             n_read = self._counters.bytes_read
             if self._check_source is not None and n_read != self._n_checked_bytes:
@@ -171,13 +195,17 @@ class Engine:
                 self._n_checked_bytes = n_read
         except StepAbandoned:
             for request in batch:
-                if request.cancelled:
-                    self._end(request)
+                if request.doomed:
+                    self._end(request, request.verdict())
             return
         except AprefetchError as error:  # not one chunk's fault: the states are half way
             for request in batch:
                 self._end(request, None if request.cancelled else error)
             return
+        n_rows = sum(len(chunk.token_ids) for chunk in chunks)
+        elapsed_ns = time.perf_counter_ns() - started_ns
+        n_prompt_tokens = n_rows - sum(not request.prefilling for request in batch)
+        self._pacer.observe(n_prompt_tokens, n_decoding, elapsed_ns)
         sampled: list[int] = []
         for request, chunk, logits, failure in zip(
             batch, chunks, result.logits, result.errors, strict=True

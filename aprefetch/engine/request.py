@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aprefetch.errors import DeviceError
+from aprefetch.errors import DeadlineError, DeviceError
 from aprefetch.models.base import Chunk, LogitsWanted, SequenceState
 from aprefetch.stats import Stats
 
@@ -230,6 +230,38 @@ class Request:
         self.ended = asyncio.Event()
         self.arrived_ns = time.perf_counter_ns()
         self.admitted_ns = 0
+        self.reserved_bytes = 0  # the most that its caches may come to
+        self.timeout_s: float | None = None
+        self.deadline_ns: int | None = None
+
+    def set_timeout(self, timeout_s: float | None) -> None:
+        """Give it so many seconds from its arrival on."""
+        self.timeout_s = timeout_s
+        if timeout_s is not None:
+            self.deadline_ns = self.arrived_ns + round(timeout_s * 1e9)
+
+    @property
+    def doomed(self) -> bool:
+        """Whether it is to be ended: cancelled, or out of time."""
+        return self.cancelled or (
+            self.deadline_ns is not None and time.perf_counter_ns() >= self.deadline_ns
+        )
+
+    def verdict(self) -> DeadlineError | None:
+        """What a doomed request is ended with."""
+        if self.cancelled:
+            return None
+        assert self.timeout_s is not None
+        return DeadlineError(
+            f"the request was not over within {self.timeout_s:g} s; ask for fewer tokens, or raise "
+            "timeout_s or request_timeout_s",
+            timeout_s=self.timeout_s,
+        )
+
+    @property
+    def max_state_tokens(self) -> int:
+        """Most tokens that its caches will hold."""
+        return self.n_prompt
 
     @property
     def n_prompt(self) -> int:
@@ -310,6 +342,11 @@ class GenerateRequest(Request):
         self.finish_reason: FinishReason | None = None
         self.first_token_ns = 0
         self.last_token_ns = 0
+
+    @property
+    def max_state_tokens(self) -> int:
+        """Prompt and answer; the last token is never run."""
+        return self.n_prompt + self.max_tokens - 1
 
     @property
     def blocked(self) -> bool:
