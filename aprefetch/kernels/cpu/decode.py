@@ -27,12 +27,14 @@ from aprefetch.kernels.cpu.simd import (
     i32_at,
     isplat,
     isub,
+    lane,
     lane_bits,
     lookup_of,
     mul16,
     nibbles_8x2,
     shl,
     shr,
+    sixteen_pairs,
     splat,
     store16,
     to_f32,
@@ -180,32 +182,39 @@ def _nvfp4(w: Any, n: Any, out: Any) -> None:
 @inner
 def _q2_k(w: Any, n: Any, out: Any) -> None:
     for _ in range(n // 256):
-        d, d_min = f16_at(w + 80), f16_at(w + 82)
-        for s in range(16):
-            # Group s lies in code bytes 16 * (s % 2) of half s // 8, at bit 2 * (s % 8 // 2).
-            packed = u8_at(w + s)
-            codes = u8_16(w + 16 + 32 * (s >> 3) + 16 * (s & 1))
-            values = to_f32(band(shr(codes, s & 6), 3))
-            scale = splat(d * _single(packed & 15))
-            store16(out + 64 * s, fma16(scale, values, splat(-(d_min * _single(packed >> 4)))))
+        packed = u8_16(w)
+        scales = mul16(splat(f16_at(w + 80)), to_f32(band(packed, 15)))
+        offsets = mul16(splat(-f16_at(w + 82)), to_f32(shr(packed, 4)))
+        for half in range(2):
+            # Code bytes a and b hold weights 16 * (0, 2, 4, 6) and 16 * (1, 3, 5, 7) of the half.
+            a, b = u8_16(w + 16 + 32 * half), u8_16(w + 32 + 32 * half)
+            for j in range(4):
+                to, s = out + 512 * half + 128 * j, 8 * half + 2 * j
+                low, high = to_f32(band(shr(a, 2 * j), 3)), to_f32(band(shr(b, 2 * j), 3))
+                store16(to, fma16(lane(scales, s), low, lane(offsets, s)))
+                store16(to + 64, fma16(lane(scales, s + 1), high, lane(offsets, s + 1)))
         w += 84
         out += 1024
 
 
 @inner
 def _q3_k(w: Any, n: Any, out: Any) -> None:
-    four = isplat(4)
+    four, bias = isplat(4), isplat(32)
     for _ in range(n // 256):
-        d = f16_at(w + 108)
-        for s in range(16):
-            low = u8_at(w + 96 + (s & 7))
-            low = low & 15 if s < 8 else low >> 4
-            high = (u8_at(w + 104 + (s & 3)) >> (2 * (s >> 2))) & 3
-            scale = splat(d * _single((low | (high << 4)) - 32))
-            codes = band(shr(u8_16(w + 32 + 32 * (s >> 3) + 16 * (s & 1)), s & 6), 3)
-            mask = band(shr(u8_16(w + 16 * (s & 1)), s >> 1), 1)
-            values = isub(bor(codes, shl(mask, 2)), four)
-            store16(out + 64 * s, mul16(scale, to_f32(values)))
+        # The low nibbles of bytes 96.. are scales 0..7, the high ones 8..15; two bits of
+        # byte 104 + s % 4 go on top of each.
+        high = band(sixteen_pairs(u32_at(w + 104)), 3)
+        six_bits = isub(bor(nibbles_8x2(w + 96), shl(high, 4)), bias)
+        scales = mul16(splat(f16_at(w + 108)), to_f32(six_bits))
+        mask_a, mask_b = u8_16(w), u8_16(w + 16)
+        for half in range(2):
+            a, b = u8_16(w + 32 + 32 * half), u8_16(w + 48 + 32 * half)
+            for j in range(4):
+                to, s, bit = out + 512 * half + 128 * j, 8 * half + 2 * j, 4 * half + j
+                low = bor(band(shr(a, 2 * j), 3), shl(band(shr(mask_a, bit), 1), 2))
+                store16(to, mul16(lane(scales, s), to_f32(isub(low, four))))
+                low = bor(band(shr(b, 2 * j), 3), shl(band(shr(mask_b, bit), 1), 2))
+                store16(to + 64, mul16(lane(scales, s + 1), to_f32(isub(low, four))))
         w += 110
         out += 1024
 

@@ -221,6 +221,22 @@ bits_f32_1 = _define(_f, [_i], lambda _c, b, x: b.bitcast(x, _F32))
 first = _define(_f, [_vf], lambda _c, b, x: b.extract_element(x, ir.Constant(_I32, 0)))
 
 
+def _lane(_context: Any, builder: Any, vector: Any, index: Any) -> Any:
+    return _splat(builder, builder.extract_element(vector, index), vector.type)
+
+
+def _pairs(_context: Any, builder: Any, packed: Any) -> Any:
+    """Lane s: byte s % 4 of a 32-bit number, shifted right by twice s // 4."""
+    word = _splat(builder, builder.trunc(packed, _I32), _VI)
+    shifts = [8 * (s % 4) + 2 * (s // 4) for s in range(LANES)]
+    return builder.lshr(word, ir.Constant(_VI, shifts))
+
+
+lane = _define(_vf, [_vf, _i], _lane)
+"""One lane in all places; the index is best known when compiling."""
+sixteen_pairs = _define(_vi, [_a], _pairs)
+
+
 def _fma(context: Any, builder: Any, x: Any, y: Any, z: Any) -> Any:
     if not (_is_arm(context) or _has(context, "fma")):
         return builder.fadd(builder.fmul(x, y), z)  # llvm.fma would be a slow library call
