@@ -180,6 +180,8 @@ class StepRunner:
         guesses = await self._compute(
             self._layer_bytes * call.n_rows // 8, lambda: lookahead.predict(layer, streams)
         )
+        if self._settled:
+            await self._coordinator.settled()
         for target, experts in guesses:
             self._coordinator.guess(target, experts)
         if self._recorder is not None:
