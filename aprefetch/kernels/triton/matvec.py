@@ -1,0 +1,185 @@
+"""Linear layers and routed experts straight from quantised blocks.
+
+One program computes R rows of a weight for up to T tokens; its threads divide a row's columns. What
+a (token, row) pair adds up, and in which order, is a function of the row's length only, so results
+are equal to the last bit whatever shares the call (see `blocks`).
+
+Experts run from tables of 64-bit numbers on the device: one entry per tile of at most T pairs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from aprefetch.kernels.triton.blocks import decode_columns, dot_columns, load_columns
+
+__all__ = [
+    "columns_of",
+    "expert_down_kernel",
+    "expert_gate_up_kernel",
+    "linear_kernel",
+    "rows_of",
+]
+
+
+def columns_of(n_in: int) -> int:
+    """Columns that a program works on at a time: a power of two from 32 to 128."""
+    return min(128, max(32, triton.next_power_of_2(-(-n_in // 8))))
+
+
+def rows_of(row_bytes: int, wanted: int) -> int:
+    """Rows per program, 1 to 4, such that each program's first row starts at a whole word."""
+    least = 4 if row_bytes % 2 else 2 if row_bytes % 4 else 1
+    return max(least, wanted)
+
+
+@triton.jit
+def _rows_dot(
+    x_rows, alive, base, first, n_out,
+    N_IN: tl.constexpr, ROW_BYTES: tl.constexpr, FORMAT: tl.constexpr, HALVES: tl.constexpr,
+    FACTOR: tl.constexpr, OFFSET: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Dot products of rows `first .. first + R`, which start at `base`, with T inputs.
+
+    `x_rows` and `alive` are tuples of T pointers and conditions. Returns R * T scalars, row by row.
+    """
+    acc = ()
+    for _ in tl.static_range(T * R):
+        acc = acc + (tl.zeros((C,), tl.float32),)
+    for c0 in range(0, N_IN // 8, C):
+        c = c0 + tl.arange(0, C)
+        inside = c < N_IN // 8
+        x = ()
+        for t in tl.static_range(T):
+            x = x + (load_columns(x_rows[t], c, inside & alive[t], HALVES, C),)
+        new = ()
+        for r in tl.static_range(R):
+            mask = inside & (first + r < n_out)
+            if ROW_BYTES % 4 == 0:  # then all rows' columns lie alike in their words
+                q, scale, offset = decode_columns(base + r * ROW_BYTES, 0, c, mask, FORMAT, C)
+            else:
+                q, scale, offset = decode_columns(base, r * ROW_BYTES, c, mask, FORMAT, C)
+            for t in tl.static_range(T):
+                new = new + (acc[r * T + t] + dot_columns(q, scale, offset, x[t], FACTOR, OFFSET),)
+        acc = new
+    sums = ()
+    for i in tl.static_range(T * R):
+        sums = sums + (tl.sum(acc[i], axis=0),)
+    return sums
+
+
+@triton.jit
+def _store_rows(
+    at, alive, first, n_out, sums, T: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """`at[t]` points at element 0 of token t's output row."""
+    for r in tl.static_range(R):
+        for t in tl.static_range(T):
+            tl.store(at[t] + first + r, sums[r * T + t], mask=alive[t] & (first + r < n_out))
+
+
+@triton.jit
+def linear_kernel(
+    x_ptr, w_ptr, out_ptr, n_rows, n_out, rows_per_group, x_stride, out_stride,
+    N_IN: tl.constexpr, ROW_BYTES: tl.constexpr, FORMAT: tl.constexpr, HALVES: tl.constexpr,
+    FACTOR: tl.constexpr, OFFSET: tl.constexpr, GROUPED: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """`out[t, r] = sum_k x[t, group(r), k] w[r, k]`; grid (token tiles, row tiles)."""
+    first = tl.program_id(1) * R
+    group = 0
+    if GROUPED:  # R divides rows_per_group, so a program stays in one group
+        group = (first // rows_per_group) * N_IN
+    x_rows, at, alive = (), (), ()
+    for i in tl.static_range(T):
+        t = (tl.program_id(0) * T + i).to(tl.int64)
+        x_rows = x_rows + (x_ptr + t * x_stride + group,)
+        at = at + (out_ptr + t * out_stride,)
+        alive = alive + (t < n_rows,)
+    base = w_ptr + first.to(tl.int64) * ROW_BYTES
+    sums = _rows_dot(
+        x_rows, alive, base, first, n_out,
+        N_IN, ROW_BYTES, FORMAT, HALVES, FACTOR, OFFSET, T, R, C,
+    )  # fmt: skip
+    _store_rows(at, alive, first, n_out, sums, T, R)
+
+
+@triton.jit
+def _activate(g, u, limit):
+    """`silu(min(g, limit)) * clamp(u, -limit, limit)`; no clamp where `limit <= 0`."""
+    if limit > 0:
+        g = tl.minimum(g, limit)
+        u = tl.minimum(tl.maximum(u, -limit), limit)
+    return g / (1.0 + tl.exp(-g)) * u
+
+
+@triton.jit
+def expert_gate_up_kernel(
+    x_ptr, arena_ptr, table_ptr, pair_rows_ptr, hidden_ptr, counter_ptr, limit,
+    gate_at, up_at, n_tiles, table_rows, F,
+    N_IN: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr,
+    GATE: tl.constexpr, UP: tl.constexpr, GATE_HALVES: tl.constexpr, UP_HALVES: tl.constexpr,
+    GATE_FACTOR: tl.constexpr, UP_FACTOR: tl.constexpr,
+    GATE_OFFSET: tl.constexpr, UP_OFFSET: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """`hidden[pair] = silu(min(gate x, limit)) * clamp(up x)`; grid (tiles, row tiles of F).
+
+    Entry i of the table is (slot byte offset, first pair, pairs); an offset below 0 is skipped.
+    The table starts `counter % table_rows` rows of `n_tiles` entries on.
+    """
+    entry = table_ptr + ((tl.load(counter_ptr) % table_rows) * n_tiles + tl.program_id(0)) * 3
+    slot = tl.load(entry)
+    if slot < 0:
+        return
+    begin, n = tl.load(entry + 1), tl.load(entry + 2)
+    first = tl.program_id(1) * R
+    x_rows, at, alive = (), (), ()
+    for t in tl.static_range(T):
+        x_row = tl.load(pair_rows_ptr + begin + t, mask=t < n, other=0)
+        x_rows = x_rows + (x_ptr + x_row * N_IN,)
+        at = at + (hidden_ptr + (begin + t) * F,)
+        alive = alive + (t < n,)
+    gate = arena_ptr + (slot + gate_at + first.to(tl.int64) * GATE_BYTES)
+    up = arena_ptr + (slot + up_at + first.to(tl.int64) * UP_BYTES)
+    g = _rows_dot(
+        x_rows, alive, gate, first, F, N_IN, GATE_BYTES, GATE,
+        GATE_HALVES, GATE_FACTOR, GATE_OFFSET, T, R, C,
+    )  # fmt: skip
+    u = _rows_dot(
+        x_rows, alive, up, first, F, N_IN, UP_BYTES, UP,
+        UP_HALVES, UP_FACTOR, UP_OFFSET, T, R, C,
+    )  # fmt: skip
+    hidden = ()
+    for i in tl.static_range(T * R):
+        hidden = hidden + (_activate(g[i], u[i], limit),)
+    _store_rows(at, alive, first, F, hidden, T, R)
+
+
+@triton.jit
+def expert_down_kernel(
+    hidden_ptr, arena_ptr, table_ptr, out_rows_ptr, out_ptr, counter_ptr,
+    down_at, n_tiles, table_rows, D,
+    N_IN: tl.constexpr, ROW_BYTES: tl.constexpr, FORMAT: tl.constexpr, HALVES: tl.constexpr,
+    FACTOR: tl.constexpr, OFFSET: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """`out[out_rows[pair]] = down hidden[pair]`; grid (tiles, row tiles of D)."""
+    entry = table_ptr + ((tl.load(counter_ptr) % table_rows) * n_tiles + tl.program_id(0)) * 3
+    slot = tl.load(entry)
+    if slot < 0:
+        return
+    begin, n = tl.load(entry + 1), tl.load(entry + 2)
+    first = tl.program_id(1) * R
+    rows, at, alive = (), (), ()
+    for t in tl.static_range(T):
+        rows = rows + (hidden_ptr + (begin + t) * N_IN,)
+        to = tl.load(out_rows_ptr + begin + t, mask=t < n, other=0)
+        at = at + (out_ptr + to * D,)
+        alive = alive + (t < n,)
+    base = arena_ptr + (slot + down_at + first.to(tl.int64) * ROW_BYTES)
+    sums = _rows_dot(
+        rows, alive, base, first, D, N_IN, ROW_BYTES, FORMAT, HALVES, FACTOR, OFFSET, T, R, C
+    )
+    _store_rows(at, alive, first, D, sums, T, R)

@@ -1,0 +1,79 @@
+"""Triton kernels in Triton's interpreter, on the CPU, against the reference.
+
+Random blocks with every scale code; shapes that are no multiples of any tile.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("compiled kernels are tested in tests/gpu instead", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernels are imported
+pytest.importorskip("triton")
+
+import op_checks
+import triton.runtime.interpreter as interpreter
+from kernel_cases import FORMATS
+
+from aprefetch.kernels.triton.ops import TritonOps
+
+# The interpreter computes with NumPy, which reports what hardware does silently: -inf minus -inf
+# in rows that are masked, overflow in the exponential of a large gate.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(scope="module")
+def ops():
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_index(tensor, scope):
+        patch(tensor, scope)
+        # Triton 3.6 counts loops by int(array of one element), which NumPy 2.4 refuses.
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_and_index
+    yield TritonOps("cpu")
+    interpreter._patch_lang_tensor = patch
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("n_rows", [1, 5])
+def test_linear(ops, name, n_rows):
+    op_checks.check_linear(ops, name, n_rows, 5, 512)
+
+
+@pytest.mark.parametrize("name", ["MXFP4", "Q8_0", "BF16"])
+def test_linear_with_rows_that_start_between_words(ops, name):
+    op_checks.check_linear(ops, name, 2, 6, 96)
+
+
+def test_every_mxfp4_scale(ops):
+    op_checks.check_every_mxfp4_scale(ops)
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
+def test_grouped_linear(ops, name):
+    op_checks.check_grouped_linear(ops, name)
+
+
+@pytest.mark.parametrize("types", [("MXFP4",) * 3, ("Q8_0", "MXFP4", "BF16")])
+def test_experts(ops, types):
+    op_checks.check_experts(ops, types, 32, 32)
+
+
+def test_experts_in_k_quants(ops):
+    op_checks.check_experts(ops, ("Q2_K", "Q3_K", "MXFP4"), 256, 32, few=True)
+
+
+@pytest.mark.parametrize("check", ["rows", "attend", "compress", "index", "route"])
+def test_operation(ops, check):
+    getattr(op_checks, f"check_{check}")(ops)
+
+
+@pytest.mark.parametrize("name", ["F32", "F16"])
+def test_hyper_connections(ops, name):
+    op_checks.check_hyper_connections(ops, name)
