@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from conftest import random_weight
@@ -250,3 +252,14 @@ def test_choosing_the_kernels() -> None:
     assert cpu_ops("numba", n_threads=1).batch_invariant
     with pytest.raises(ConfigError, match="unknown"):
         cpu_ops("fastest")  # type: ignore[arg-type]
+
+
+def test_without_numba_there_is_plain_torch_and_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "aprefetch.kernels.cpu.fast", None)
+    assert cpu_ops().name == "reference"
+    assert cpu_ops().name == "reference"
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    with pytest.raises(ConfigError, match="need numba"):
+        cpu_ops("numba")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING, Literal
 
@@ -13,6 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["cpu_ops"]
 
 _log = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_once(reason: str) -> None:
+    _log.warning("numba cannot be used (%s): slow plain torch kernels instead", reason)
 
 
 def cpu_ops(
@@ -42,7 +48,7 @@ def cpu_ops(
                     f"the compiled CPU kernels need numba, which cannot be used here ({error}); "
                     "install it, or use the kernels 'reference'"
                 ) from error
-            _log.warning("numba cannot be used (%s): slow plain torch kernels instead", error)
+            _warn_once(str(error))
     from aprefetch.kernels.cpu.reference import ReferenceOps
 
     return ReferenceOps()
