@@ -9,19 +9,16 @@ cancelled as well (a signal, the end of `asyncio.run`).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
-
-import torch
+from typing import Any, Self
 
 from aprefetch.config import RuntimeConfig
 from aprefetch.engine.generate import Engine
@@ -47,43 +44,26 @@ from aprefetch.errors import (
     RuntimeFailedError,
     RuntimeStateError,
 )
-from aprefetch.models.base import Model, ModelInfo
+from aprefetch.loading import in_thread, load, routing_facts
+from aprefetch.models.base import ModelInfo
 from aprefetch.pipeline.coordinator import Coordinator
 from aprefetch.pipeline.lookahead import Lookahead, RoutedLayer
 from aprefetch.pipeline.reader import ThreadReader
 from aprefetch.plan import Examined, Plan, examine
+from aprefetch.prompts import Encoded, Prompt, PromptEncoder
 from aprefetch.report import RunReport
 from aprefetch.routing_trace import RoutingRecorder, RoutingTrace
 from aprefetch.stats import Counters, Stats
 from aprefetch.text.answer import AnswerFormat, answer_format
-from aprefetch.text.chat_template import ChatTemplate, load_chat_template
 from aprefetch.text.detokenizer import Detokenizer
 from aprefetch.text.tokenizer import Tokenizer
-from aprefetch.text.vocab import load_tokenizer
 from aprefetch.trace import Tracer
-from aprefetch.types import ExpertKey
 
-__all__ = ["Prompt", "Runtime"]
+__all__ = ["Runtime"]
 
 log = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
-"""Text to continue, token ids taken as they are, or chat messages."""
-
-_SHORT_TEXT = 4096  # characters; longer prompts are encoded on a thread
 _SLOW_CLOSE_S = 10.0
-
-
-class _Loaded(NamedTuple):
-    model: Model
-    tokenizer: Tokenizer
-    template: ChatTemplate
-
-
-class _Encoded(NamedTuple):
-    ids: list[int]
-    text: str | None
-    template: str | None
 
 
 class _Opening:
@@ -214,21 +194,22 @@ class Runtime:
     async def _build(self, stack: AsyncExitStack) -> Engine:
         """Open every part, from the file up; `stack` closes what was opened, top first."""
         started_ns = time.perf_counter_ns()
-        examined = await _in_thread(self._examine)
+        examined = await in_thread(self._examine)
         stack.callback(examined.source.close)
         stack.callback(examined.device.close)
         config, device = examined.config, examined.device
         self.plan = examined.plan
-        loaded = await _in_thread(lambda: self._load(examined))
+        loaded = await in_thread(lambda: load(examined, self._tokenizer_path))
         self._source, self._device = examined.source, device
-        self._model, self.tokenizer, self._template = loaded
+        self._model, self.tokenizer = loaded.model, loaded.tokenizer
         self.model_info = loaded.model.info
+        self._prompts = PromptEncoder(loaded.tokenizer, loaded.template, self.model_info.n_vocab)
         self.answer_format = answer_format(loaded.tokenizer)
         self.config = config
         if config.trace.enabled:
             self._tracer = Tracer(config.trace.max_events, {"model": self.model_info.name})
         if config.trace.routing:
-            self._recorder = RoutingRecorder(self._routing_facts(examined))
+            self._recorder = RoutingRecorder(routing_facts(examined, self.model_info))
         reader = ThreadReader(
             examined.experts.paths,
             counters=self._counters,
@@ -281,56 +262,6 @@ class Runtime:
 
     def _examine(self) -> Examined:
         return examine(self._path, self._given_config, **self._options)
-
-    def _load(self, examined: Examined) -> _Loaded:
-        """Blocking: the vocabulary first, since it fails early, then the dense weights."""
-        source = examined.source
-        chosen = None if self._tokenizer_path is None else Path(self._tokenizer_path)
-        tokenizer = load_tokenizer(source, chosen)
-        template = load_chat_template(source.metadata, examined.entry.name, tokenizer)
-        model = examined.entry.load(
-            source,
-            examined.experts.layers,
-            examined.experts.tensor_names,
-            examined.device.ops,
-            torch.device(examined.device.name),
-        )
-        return _Loaded(model, tokenizer, template)
-
-    def _routing_facts(self, examined: Examined) -> dict[str, Any]:
-        """What a replay of the run must know of it."""
-        config, info = examined.config, self.model_info
-        return {
-            "model": info.name,
-            "architecture": info.architecture,
-            "n_layers": info.n_layers,
-            "n_experts": info.n_experts,
-            "num_experts_per_tok": info.num_experts_per_tok,
-            "token_routed_layers": list(info.token_routed_layers),
-            "dense_bytes": info.dense_bytes,
-            "object_bytes": {
-                str(layer): layout.payload_bytes
-                for layer, layout in examined.experts.layers.items()
-            },
-            "role_bytes": {
-                str(layer): [role.n_bytes for role in layout.roles]
-                for layer, layout in examined.experts.layers.items()
-            },
-            "landing_bytes": {
-                str(layer): examined.experts.max_landing_bytes(layer)
-                for layer in examined.experts.layers
-            },
-            "reads_per_object": len(
-                examined.experts.read_plan(ExpertKey(min(examined.experts.layers), 0)).reads
-            ),
-            "alignment": examined.experts.alignment,
-            "vram_budget_bytes": examined.plan.vram_budget_bytes,
-            "ram_budget_bytes": examined.plan.ram_budget_bytes,
-            "cache_policy": config.cache_policy,
-            "queue_depth": config.reader.queue_depth,
-            "lookahead_depth": config.lookahead.depth if config.lookahead.is_on else 0,
-            "settled": config.trace.settled,
-        }
 
     def _state_budget_bytes(self, config: RuntimeConfig) -> int:
         """As chosen; else a quarter of what is free, but room for one request in any case."""
@@ -573,55 +504,9 @@ class Runtime:
         chat_options: Mapping[str, Any] | None,
         *,
         for_answer: bool = True,
-    ) -> _Encoded:
-        """Ids of a prompt, checked against the vocabulary."""
+    ) -> Encoded:
         self._source.check_unchanged()
-        text, template = None, None
-        if isinstance(prompt, str):
-            text = prompt
-        elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
-            raise InvalidRequestError(
-                "a prompt is text, a list of token ids or a list of chat messages, "
-                f"not {type(prompt).__name__}",
-                param="prompt",
-            )
-        elif prompt and isinstance(prompt[0], Mapping):
-            text = self._template.render(prompt, True, **(chat_options or {}))
-            template = self._template.origin
-        if chat_options and template is None:
-            raise InvalidRequestError(
-                "chat_options are for chat messages only", param="chat_options"
-            )
-        if text is None:
-            return _Encoded(self._checked_ids(prompt), None, None)
-        tokenizer = self.tokenizer
-
-        def encode() -> list[int]:
-            if for_answer or template is not None:
-                return tokenizer.encode_prompt(text)
-            return tokenizer.encode(text)
-
-        ids = encode() if len(text) <= _SHORT_TEXT else await asyncio.to_thread(encode)
-        if not ids:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        return _Encoded(self._checked_ids(ids), text, template)
-
-    def _checked_ids(self, ids: Any) -> list[int]:
-        n_vocab = self.model_info.n_vocab
-        if not len(ids):
-            raise InvalidRequestError("the prompt has no tokens", param="prompt")
-        out = []
-        for i in ids:
-            if isinstance(i, bool) or not hasattr(i, "__index__"):
-                raise InvalidRequestError(
-                    f"a token id is an integer, not {i!r:.40}", param="prompt"
-                )
-            out.append(int(i))
-            if not 0 <= out[-1] < n_vocab:
-                raise InvalidRequestError(
-                    f"token id {i} is outside the vocabulary of {n_vocab} tokens", param="prompt"
-                )
-        return out
+        return await self._prompts.encode(prompt, chat_options, for_answer=for_answer)
 
     # Looking in
 
@@ -682,23 +567,6 @@ class Runtime:
             await asyncio.to_thread(tracer.export, Path(path))
         except OSError as error:
             raise ConfigError(f"trace {path}: {error.strerror or error}") from error
-
-
-async def _in_thread(fn: Callable[[], Any]) -> Any:
-    """Run `fn` on a thread; when cancelled, wait for it all the same and give up its result."""
-    task = asyncio.ensure_future(asyncio.to_thread(fn))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.wait({task})
-        if not task.cancelled() and task.exception() is None:
-            result = task.result()
-            if isinstance(result, Examined):
-                result.source.close()
-                result.device.close()
-        raise
 
 
 def _bytes(size: int | str | None) -> int | None:

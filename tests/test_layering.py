@@ -14,6 +14,8 @@ LEVELS = {
     "aprefetch.runtime": 7,
     "aprefetch.report": 7,
     "aprefetch.plan": 7,
+    "aprefetch.prompts": 7,
+    "aprefetch.loading": 7,
     "aprefetch.inspection": 7,
     "aprefetch.engine": 6,
     "aprefetch.models": 5,
@@ -34,7 +36,7 @@ LEVELS = {
     "aprefetch._version": 0,
 }
 # Level 7 is one room in several files; on the other levels rooms do not import each other.
-ONE_ROOM = {"aprefetch.runtime", "aprefetch.report", "aprefetch.plan", "aprefetch.inspection"}
+ONE_ROOM = {room for room, level in LEVELS.items() if level == 7}
 DOOR = {"aprefetch", "aprefetch.__main__"}
 
 

@@ -1,0 +1,101 @@
+"""The blocking part of an opening: vocabulary, chat template, dense weights."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from aprefetch.models.base import Model, ModelInfo
+from aprefetch.plan import Examined
+from aprefetch.text.chat_template import ChatTemplate, load_chat_template
+from aprefetch.text.tokenizer import Tokenizer
+from aprefetch.text.vocab import load_tokenizer
+from aprefetch.types import ExpertKey
+
+__all__ = ["Loaded", "in_thread", "load", "routing_facts"]
+
+
+class Loaded(NamedTuple):
+    """What an open runtime keeps in memory besides experts."""
+
+    model: Model
+    tokenizer: Tokenizer
+    template: ChatTemplate
+
+
+def load(examined: Examined, tokenizer_path: str | os.PathLike[str] | None = None) -> Loaded:
+    """The vocabulary first, since it fails early, then the dense weights. Blocks.
+
+    Raises:
+        ModelError: a vocabulary or tensors that cannot be used.
+        ReadError: the drive failed.
+    """
+    source = examined.source
+    tokenizer = load_tokenizer(source, None if tokenizer_path is None else Path(tokenizer_path))
+    template = load_chat_template(source.metadata, examined.entry.name, tokenizer)
+    model = examined.entry.load(
+        source,
+        examined.experts.layers,
+        examined.experts.tensor_names,
+        examined.device.ops,
+        torch.device(examined.device.name),
+    )
+    return Loaded(model, tokenizer, template)
+
+
+def routing_facts(examined: Examined, info: ModelInfo) -> dict[str, Any]:
+    """What a replay of the run must know of it."""
+    config = examined.config
+    return {
+        "model": info.name,
+        "architecture": info.architecture,
+        "n_layers": info.n_layers,
+        "n_experts": info.n_experts,
+        "num_experts_per_tok": info.num_experts_per_tok,
+        "token_routed_layers": list(info.token_routed_layers),
+        "dense_bytes": info.dense_bytes,
+        "object_bytes": {
+            str(layer): layout.payload_bytes for layer, layout in examined.experts.layers.items()
+        },
+        "role_bytes": {
+            str(layer): [role.n_bytes for role in layout.roles]
+            for layer, layout in examined.experts.layers.items()
+        },
+        "landing_bytes": {
+            str(layer): examined.experts.max_landing_bytes(layer)
+            for layer in examined.experts.layers
+        },
+        "reads_per_object": len(
+            examined.experts.read_plan(ExpertKey(min(examined.experts.layers), 0)).reads
+        ),
+        "alignment": examined.experts.alignment,
+        "vram_budget_bytes": examined.plan.vram_budget_bytes,
+        "ram_budget_bytes": examined.plan.ram_budget_bytes,
+        "cache_policy": config.cache_policy,
+        "queue_depth": config.reader.queue_depth,
+        "lookahead_depth": config.lookahead.depth if config.lookahead.is_on else 0,
+        "settled": config.trace.settled,
+    }
+
+
+async def in_thread(fn: Callable[[], Any]) -> Any:
+    """Run `fn` on a thread; when cancelled, wait for it all the same and give up its result."""
+    task = asyncio.ensure_future(asyncio.to_thread(fn))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task})
+        if not task.cancelled() and task.exception() is None:
+            result = task.result()
+            if isinstance(result, Examined):
+                result.source.close()
+                result.device.close()
+        raise
