@@ -47,7 +47,8 @@ class Counters:
     stall_ns: int = 0
     waves: int = 0  # layers that needed more than one wave
     steps: int = 0
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # run through the model
+    reused_tokens: int = 0  # of prompts, but taken from a kept state
     output_tokens: int = 0
     routed_calls: dict[int, int] = field(default_factory=dict)  # layer -> (token, expert) pairs
     stall_ns_by_layer: dict[int, int] = field(default_factory=dict)
@@ -92,6 +93,7 @@ class Stats:
     waves: int
     steps: int
     prompt_tokens: int
+    reused_tokens: int
     output_tokens: int
     routed_calls: dict[int, int]
     stall_ns_by_layer: dict[int, int]

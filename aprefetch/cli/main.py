@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from aprefetch._version import __version__
-from aprefetch.cli import chat, inspect, pack, plan, run, score, trace, verify
+from aprefetch.cli import chat, inspect, pack, plan, run, score, serve, trace, verify
 from aprefetch.errors import AprefetchError, ConfigError, InvalidRequestError
 
 __all__ = ["build_parser", "main"]
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="aprefetch", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"aprefetch {__version__}")
     commands = parser.add_subparsers(dest="command_name", metavar="COMMAND", required=True)
-    for module in (run, chat, inspect, plan, score, trace, pack, verify):
+    for module in (run, chat, serve, inspect, plan, score, trace, pack, verify):
         module.add_parser(commands)
     return parser
 

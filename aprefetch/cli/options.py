@@ -17,6 +17,7 @@ __all__ = [
     "add_model",
     "add_runtime",
     "add_sampling",
+    "given",
     "progress_bar",
     "read_text",
     "read_token_ids",
@@ -98,7 +99,7 @@ def runtime_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ConfigError: `--lookahead` is neither "off" nor a number.
     """
-    options = _given(args, _RUNTIME)
+    options = given(args, _RUNTIME)
     if args.strict_direct:
         options["strict_direct"] = True
     if args.trace:
@@ -115,13 +116,14 @@ def runtime_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords for `generate` and `stream`; only what was given."""
-    options = _given(args, _SAMPLING)
+    options = given(args, _SAMPLING)
     if args.ignore_eos:
         options["ignore_eos"] = True
     return options
 
 
-def _given(args: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
+def given(args: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
+    """The arguments that were given, by the library's names."""
     found = ((keyword, getattr(args, name)) for name, keyword in names.items())
     return {keyword: value for keyword, value in found if value is not None}
 

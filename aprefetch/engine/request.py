@@ -57,10 +57,14 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Tokens and times of one request. Times are seconds; None or 0 while not known."""
+    """Tokens and times of one request. Times are seconds; None or 0 while not known.
+
+    `reused_tokens` of the prompt were not run, since the state of an earlier request held them.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    reused_tokens: int = 0
     time_to_first_token_s: float | None = None
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -86,6 +90,7 @@ class Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.total_tokens,
+            "reused_tokens": self.reused_tokens,
             "time_to_first_token_s": self.time_to_first_token_s,
             "prefill_s": self.prefill_s,
             "decode_s": self.decode_s,
