@@ -43,7 +43,7 @@ ENVIRONMENT_PREFIX = "APREFETCH_"
 Size = int | str
 """Bytes, or text such as "20GiB", "512 MiB", "1.5GB"; where noted also "auto"."""
 
-CachePolicy = Literal["lfu", "lru"]
+CachePolicy = Literal["layered", "lfu", "lru"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KernelsName = Literal["auto", "fast", "reference"]
 
@@ -312,7 +312,8 @@ class RuntimeConfig:
         n_threads: Compute threads; None uses the cores that this process may use.
         chunk_tokens: Most tokens of one sequence in one step of prefill.
         max_requests: Most requests that are stepped together; others wait.
-        cache_policy: Which expert leaves a full tier first.
+        cache_policy: Which expert leaves a full tier first: "layered" (ageing frequency, and whose
+            layer comes last), "lfu" (ageing frequency), "lru".
     """
 
     memory: MemoryConfig = field(default_factory=MemoryConfig)
@@ -325,7 +326,7 @@ class RuntimeConfig:
     n_threads: int | None = None
     chunk_tokens: int = 512
     max_requests: int = 16
-    cache_policy: CachePolicy = "lfu"
+    cache_policy: CachePolicy = "layered"
 
     def __post_init__(self) -> None:
         checks = _Checks()

@@ -33,12 +33,17 @@ def belady_misses(demands: Sequence[Iterable[int]], capacity: int) -> list[int]:
         for item in items:  # needed together: none of them is a victim now
             n_missed += item not in due
             due[item] = NOW
-        while len(due) > capacity and heap:
-            until, victim = heapq.heappop(heap)
-            if due.get(victim) == -until:
-                del due[victim]
+        _trim(due, heap, capacity)
         for item, use in zip(items, uses, strict=True):
             due[item] = use
             heapq.heappush(heap, (-use, item))
+        _trim(due, heap, capacity)  # a demand larger than the cache comes in waves
         misses.append(n_missed)
     return misses
+
+
+def _trim(due: dict[int, int], heap: list[tuple[int, int]], capacity: int) -> None:
+    while len(due) > capacity and heap:
+        until, victim = heapq.heappop(heap)
+        if due.get(victim) == -until:
+            del due[victim]

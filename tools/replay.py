@@ -1,6 +1,6 @@
 """Replay a routing trace at any budgets, policy, lookahead and drive; print hits, stalls, bounds.
 
-    python tools/replay.py TRACE.npz [--vram 0.2] [--ram 0.1] [--policy lfu] [--guesses trace]
+    python tools/replay.py TRACE.npz [--vram 0.2] [--ram 0.1] [--policy layered] [--guesses trace]
         [--depth 1] [--width N] [--gbps 7] [--latency-us 80] [--queue-depth 8] [--compute-us ...]
     python tools/replay.py TRACE.npz --geometry v4-flash --vram 20e9 --ram 32e9
 
@@ -45,7 +45,7 @@ class Setting:
 
     vram_budget: int
     ram_budget: int
-    policy: str = "lfu"
+    policy: str = "layered"
     guesses: Guesses = "trace"
     depth: int = 1
     width: int | None = None
@@ -371,7 +371,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("trace")
     parser.add_argument("--vram", default="0.2", help="bytes, or a share of all experts (0.2)")
     parser.add_argument("--ram", default="0", help="bytes, or a share; 0: off")
-    parser.add_argument("--policy", default="lfu")
+    parser.add_argument("--policy", default="layered")
     parser.add_argument("--guesses", choices=("trace", "perfect", "wrong", "off"), default="trace")
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--width", type=int, help="most guesses per layer and row")

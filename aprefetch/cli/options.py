@@ -72,7 +72,7 @@ def add_runtime(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lookahead", metavar="off|N", help="guess the experts of the next N layers, or off"
     )
-    group.add_argument("--cache-policy", choices=("lfu", "lru"), help="what leaves a full cache")
+    group.add_argument("--cache-policy", choices=("layered", "lfu", "lru"), help="what leaves a full cache")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to compute")
     group.add_argument("--kernels", choices=("auto", "fast", "reference"), help="CPU kernels")
     group.add_argument("--threads", type=int, metavar="N", help="compute threads")

@@ -55,7 +55,7 @@ class Coordinator(Movement):
         reader: reads the files of `experts.paths`; close it after the coordinator.
         vram_budget: bytes of the device cache.
         ram_budget: bytes of the host-RAM tier; 0 turns the tier off and leaves a small staging.
-        policy: "lfu" (ageing frequency) or "lru", for both tiers.
+        policy: "layered", "lfu" (ageing frequency) or "lru", for both tiers; see `cache`.
         counters: written on the loop's thread.
         tracer: spans of reads, uploads and waits; None for none.
         guess_share: the largest part of each pool that guesses may hold at a time.
@@ -149,6 +149,8 @@ class Coordinator(Movement):
             )
         pool = lane.device
         touch, first, objects = pool.policy.touch, lane.first_item, self._objects
+        pool.policy.begin(first)
+        lane.landing.policy.begin(first)
         n_hits = 0
         for expert in experts:
             entry = objects[first + expert] or self._tiers.new_entry(lane, expert)

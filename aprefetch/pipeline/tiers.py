@@ -58,9 +58,15 @@ class Tiers:
         )
         n_objects = sum(layout.n_experts for layout in experts.layers.values())
 
+        layer_of = [
+            place
+            for place, layout in enumerate(experts.layers.values())
+            for _ in range(layout.n_experts)
+        ]
+
         def make_policy(plan: PoolPlan) -> Policy:
             # Two rounds over all objects: with k of E experts used per token, 2 E / k tokens.
-            return new_policy(policy, half_life=2.0 * n_objects)
+            return new_policy(policy, half_life=2.0 * n_objects, layer_of=layer_of)
 
         self.vram = Ledger(sum(plan.n_bytes for plan in device_plans))
         self.ram = Ledger(sum(plan.n_bytes for plan in landing_plans))

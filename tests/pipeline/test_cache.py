@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aprefetch.errors import ConfigError
-from aprefetch.pipeline.cache import LfuPolicy, LruPolicy, Policy, new_policy
+from aprefetch.pipeline.cache import (
+    PHASE,
+    LayeredPolicy,
+    LfuPolicy,
+    LruPolicy,
+    Policy,
+    new_policy,
+)
 
 HALF_LIFE = 10.0
 
@@ -136,3 +143,99 @@ def test_scores_stay_exact_over_a_long_run() -> None:
 def test_unknown_policy_is_named() -> None:
     with pytest.raises(ConfigError, match="'arc'"):
         new_policy("arc", half_life=1.0)
+
+
+class LayeredReference(Reference):
+    """Items 0-2, 3-5 and 6-8 are three layers that take turns."""
+
+    def __init__(self) -> None:
+        super().__init__("lfu")
+        self.token, self.last = 0, 3
+        self.turns = [0, 0, 0]
+
+    def begin(self, layer: int) -> None:
+        if layer <= self.last:
+            self.token += 1
+        self.last = layer
+        self.turns = [max(turn, self.token - 1) for turn in self.turns]
+        self.turns[layer] = self.token
+
+    def weight(self, item: int) -> float:
+        layer = item // 3
+        return super().weight(item) * 2.0 ** (-PHASE * (self.turns[layer] + layer / 3))
+
+
+LAYERED_MOVES = st.lists(
+    st.tuples(
+        st.sampled_from(["begin", "touch", "touch", "admit", "hold", "evict"]), st.integers(0, 8)
+    ),
+    max_size=100,
+)
+
+
+@given(moves=LAYERED_MOVES)
+@settings(max_examples=300, deadline=None)
+def test_c3_layered_policy_agrees_with_the_reference(moves: list[tuple[str, int]]) -> None:
+    policy = new_policy("layered", half_life=HALF_LIFE, layer_of=[i // 3 for i in range(9)])
+    reference = LayeredReference()
+    for what, item in moves:
+        if what == "begin":
+            policy.begin(item)
+            reference.begin(item // 3)
+        elif what == "touch":
+            policy.touch(item)
+            reference.uses.append(item)
+        elif what == "admit":
+            policy.admit(item)
+            reference.admitted.add(item)
+        elif what == "hold":
+            policy.hold(item)
+            reference.admitted.discard(item)
+        victim = policy.coldest()
+        if not reference.admitted:
+            assert victim is None
+            continue
+        assert victim is not None and reference.is_coldest(victim)
+        if what == "evict":
+            policy.hold(victim)
+            reference.admitted.discard(victim)
+
+
+def test_c3_of_equals_the_layer_whose_turn_is_over_gives_way() -> None:
+    policy = LayeredPolicy(1000.0, [0, 0, 1, 1, 2, 2])
+    fill(policy, range(6))
+    victims = []
+    for item in (0, 2, 4, 0):
+        policy.begin(item)
+        victims.append(policy.coldest() // 2)
+    assert victims == [0, 1, 2, 0]
+
+
+def test_c3_layered_work_does_not_grow_with_the_capacity_or_with_time() -> None:
+    per_miss = []
+    for n_layers, n_experts in ((8, 16), (8, 1024)):
+        policy, rng = (
+            LayeredPolicy(500.0, [i // n_experts for i in range(n_layers * n_experts)]),
+            random.Random(1),
+        )
+        half = [i for i in range(n_layers * n_experts) if i % 2]
+        for item in half:
+            policy.touch(item)
+            policy.admit(item)
+        policy.n_steps = 0
+        cached, n_misses = set(half), 0
+        for turn in range(2000):
+            first = turn % n_layers * n_experts
+            policy.begin(first)
+            item = first + rng.randrange(n_experts)
+            policy.touch(item)
+            if item not in cached:
+                n_misses += 1
+                victim = policy.coldest()
+                policy.hold(victim)
+                cached.remove(victim)
+                cached.add(item)
+                policy.admit(item)
+        assert len(policy._top) <= 4 * n_layers + 1
+        per_miss.append(policy.n_steps / n_misses)
+    assert per_miss[1] <= 2 * per_miss[0] + 2
