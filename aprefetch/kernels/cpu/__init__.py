@@ -21,6 +21,11 @@ def _warn_once(reason: str) -> None:
     _log.warning("numba cannot be used (%s): slow plain torch kernels instead", reason)
 
 
+@functools.cache
+def _say_slow() -> None:
+    _log.warning("compiling the CPU kernels on first use: once per machine, about half a minute")
+
+
 def cpu_ops(
     kind: Literal["auto", "numba", "reference"] = "auto", n_threads: int | None = None
 ) -> Ops:
@@ -39,8 +44,11 @@ def cpu_ops(
     if kind != "reference":
         try:
             # Imported late: numba takes a third of a second and a GPU does without it.
+            from aprefetch.kernels.cpu import jit
             from aprefetch.kernels.cpu.fast import NumbaOps
 
+            if jit.is_cold():
+                _say_slow()
             return NumbaOps(n_threads)
         except (ImportError, OSError) as error:
             if kind == "numba":
