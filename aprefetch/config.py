@@ -29,6 +29,7 @@ __all__ = [
     "CachePolicy",
     "LookaheadConfig",
     "MemoryConfig",
+    "PrefixConfig",
     "ReaderConfig",
     "RuntimeConfig",
     "Size",
@@ -303,6 +304,46 @@ class BatchConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixConfig:
+    """States that are kept, so that a prompt that extends an earlier one continues from there.
+
+    Args:
+        budget: Bytes of host memory for kept states; 0 keeps none.
+        folder: Where states go that leave the memory, to be found by later runs too; None is
+            nowhere. The files hold the prompts' tokens.
+        disk_budget: Bytes for all state files of that folder.
+    """
+
+    budget: Size = 0
+    folder: str | None = None
+    disk_budget: Size = "8GiB"
+
+    def __post_init__(self) -> None:
+        checks = _Checks()
+        for name in ("budget", "disk_budget"):
+            value = checks.size(f"prefix_{name}", getattr(self, name))
+            object.__setattr__(self, name, value)
+            if value == "auto":
+                checks.problems.append(f"prefix_{name} is a size, got 'auto'")
+        if self.folder is not None:
+            if not isinstance(self.folder, str | os.PathLike):
+                checks.problems.append(f"prefix_folder must be a path, got {self.folder!r}")
+            elif self.budget == 0:
+                checks.problems.append("prefix_folder needs a prefix_budget above 0")
+        checks.finish()
+
+    @property
+    def budget_bytes(self) -> int:
+        """`budget` in bytes."""
+        return self.budget if isinstance(self.budget, int) else 0
+
+    @property
+    def disk_budget_bytes(self) -> int:
+        """`disk_budget` in bytes."""
+        return self.disk_budget if isinstance(self.disk_budget, int) else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
     """All options of a runtime.
 
@@ -321,6 +362,7 @@ class RuntimeConfig:
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    prefix: PrefixConfig = field(default_factory=PrefixConfig)
     device: DeviceName = "auto"
     kernels: KernelsName = "auto"
     n_threads: int | None = None
@@ -392,6 +434,7 @@ _GROUPS: dict[str, type[Any]] = {
     "lookahead": LookaheadConfig,
     "trace": TraceConfig,
     "batch": BatchConfig,
+    "prefix": PrefixConfig,
 }
 
 
@@ -447,6 +490,9 @@ _OPTIONS: dict[str, _Option] = {
     "state_budget": _Option("batch", "state_budget", *_TEXT),
     "request_timeout_s": _Option("batch", "request_timeout_s", *_SECONDS),
     "token_gap_s": _Option("batch", "token_gap_s", *_SECONDS),
+    "prefix_budget": _Option("prefix", "budget", *_TEXT),
+    "prefix_folder": _Option("prefix", "folder", *_TEXT),
+    "prefix_disk_budget": _Option("prefix", "disk_budget", *_TEXT),
     "device": _Option("", "device", *_TEXT),
     "kernels": _Option("", "kernels", *_TEXT),
     "n_threads": _Option("", "n_threads", *_WHOLE),

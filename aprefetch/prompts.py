@@ -81,6 +81,19 @@ class PromptEncoder:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         return Encoded(self._checked(ids), text, template)
 
+    def n_lasting(self, encoded: Encoded, messages: Any, options: Mapping[str, Any]) -> int:
+        """How many of a chat prompt's tokens the prompt of the next turn will begin with too.
+
+        All but those that only open the answer, where the next turn leaves the reasoning out that
+        follows them. Everything, if the template does not let us see where that begins.
+        """
+        text = self._template.render(messages, False, **options)
+        if encoded.text is None or not encoded.text.startswith(text):
+            return len(encoded.ids)
+        ids = self._tokenizer.encode_prompt(text)
+        n = len(ids)
+        return n if n and encoded.ids[:n] == ids else len(encoded.ids)
+
     def _checked(self, ids: Any) -> list[int]:
         if not len(ids):
             raise InvalidRequestError("the prompt has no tokens", param="prompt")

@@ -9,6 +9,7 @@ cancelled as well (a signal, the end of `asyncio.run`).
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import os
@@ -20,9 +21,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
+from aprefetch._version import __version__
 from aprefetch.config import RuntimeConfig
 from aprefetch.engine.generate import Engine
 from aprefetch.engine.pacing import ChunkPacer
+from aprefetch.engine.prefix_cache import PrefixCache
 from aprefetch.engine.request import (
     Completion,
     FinishReason,
@@ -54,6 +59,7 @@ from aprefetch.prompts import Encoded, Prompt, PromptEncoder
 from aprefetch.report import RunReport
 from aprefetch.routing_trace import RoutingRecorder, RoutingTrace
 from aprefetch.stats import Counters, Stats
+from aprefetch.storage.state_files import StateFiles
 from aprefetch.text.answer import AnswerFormat, answer_format
 from aprefetch.text.detokenizer import Detokenizer
 from aprefetch.text.tokenizer import Tokenizer
@@ -242,6 +248,9 @@ class Runtime:
             recorder=self._recorder,
             settled=config.trace.settled,
         )
+        self._prefix = await in_thread(lambda: self._open_prefix(config))
+        if self._prefix is not None:
+            stack.push_async_callback(self._prefix.aclose)
         self._engine = Engine(
             model=loaded.model,
             runner=self._runner,
@@ -256,6 +265,7 @@ class Runtime:
             counters=self._counters,
             tracer=self._tracer,
             check_source=examined.source.check_unchanged,
+            prefix=self._prefix,
         )
         log.info("opened %s in %.2f s", self.plan.path, (time.perf_counter_ns() - started_ns) / 1e9)
         return self._engine
@@ -271,6 +281,25 @@ class Runtime:
         info, free_bytes = self.model_info, int(self._device.memory_info().free_bytes)
         one_bytes = info.state_bytes_fixed + 2 * info.state_bytes_per_token * 4096
         return max(free_bytes // 4, one_bytes)
+
+    def _open_prefix(self, config: RuntimeConfig) -> PrefixCache | None:
+        """Blocking: where states are kept, if they are."""
+        options = config.prefix
+        if not options.budget_bytes:
+            return None
+        files: StateFiles | None = None
+        if options.folder is not None:
+            # All that a state's bits depend on.
+            parts = (
+                self._source.identity().digest, self._device.name, self._device.ops.name,
+                torch.__version__, __version__,
+            )  # fmt: skip
+            identity = hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+            try:
+                files = StateFiles(Path(options.folder), identity, options.disk_budget_bytes)
+            except OSError as error:
+                raise ConfigError(f"prefix_folder {options.folder}: {error}") from error
+        return PrefixCache(options.budget_bytes, files)
 
     def _lookahead(self, config: RuntimeConfig) -> Lookahead | None:
         if not config.lookahead.is_on:
@@ -365,6 +394,7 @@ class Runtime:
             stream.prompt, stream.template = encoded.text, encoded.template
             request = self._request(encoded.ids, chosen, keep_special)
             request.set_timeout(timeout_s)
+            await self._seek_kept(request, encoded, prompt, chat_options)
             return request
 
         stream = TokenStream(prepare, self._engine.submit, self._engine.cancel)
@@ -449,6 +479,24 @@ class Runtime:
             logits=request.logits,
         )
 
+    async def _seek_kept(
+        self,
+        request: GenerateRequest,
+        encoded: Encoded,
+        prompt: Prompt,
+        chat_options: Mapping[str, Any] | None,
+    ) -> None:
+        """Let a request begin where an earlier one was, and keep its state for later ones."""
+        if self._prefix is None:
+            return
+        request.kept = await self._prefix.find(encoded.ids)
+        request.keep_at = request.n_prompt
+        is_chat = encoded.template is not None and encoded.text is not None
+        if is_chat and self.answer_format.begins_with_reasoning(encoded.text or ""):
+            request.keep_at = await asyncio.to_thread(
+                self._prompts.n_lasting, encoded, prompt, chat_options or {}
+            )
+
     def _timeout_s(self, timeout_s: float | None) -> float | None:
         if timeout_s is None:
             default: float | None = self.config.batch.request_timeout_s
@@ -529,7 +577,11 @@ class Runtime:
     def stats(self) -> Stats:
         """Counters since the opening, and bytes by tier. Works while requests run."""
         coordinator = getattr(self, "_coordinator", None)
-        memory = coordinator.memory() if coordinator is not None else {}
+        memory = dict(coordinator.memory()) if coordinator is not None else {}
+        engine = getattr(self, "_engine", None)
+        if engine is not None:
+            memory["states_bytes"] = engine.state_bytes()
+            memory["kept_states_bytes"] = self._prefix.n_bytes if self._prefix is not None else 0
         return self._counters.snapshot(**memory)
 
     def report(self, usage: Usage, stats: Stats) -> RunReport:

@@ -51,6 +51,12 @@ def add_parser(commands: options.Commands) -> None:
     batch.add_argument("--max-waiting", type=int, metavar="N", help="requests that wait (256)")
     batch.add_argument("--state-budget", metavar="SIZE", help="memory for their caches")
     batch.add_argument("--request-timeout", type=float, metavar="S", help="time of a request")
+    batch.add_argument(
+        "--prefix-budget", metavar="SIZE", default="1GiB",
+        help="memory for states that longer prompts continue from; 0 for none (1GiB)",
+    )  # fmt: skip
+    batch.add_argument("--prefix-folder", metavar="DIR", help="keep states here too")
+    batch.add_argument("--prefix-disk-budget", metavar="SIZE", help="for that folder (8GiB)")
     batch.add_argument("--token-gap", type=float, metavar="S", help="wished time between tokens")
     options.add_runtime(parser)
     parser.set_defaults(command=_serve)
@@ -62,6 +68,9 @@ _BATCH = {
     "state_budget": "state_budget",
     "request_timeout": "request_timeout_s",
     "token_gap": "token_gap_s",
+    "prefix_budget": "prefix_budget",
+    "prefix_folder": "prefix_folder",
+    "prefix_disk_budget": "prefix_disk_budget",
 }
 
 

@@ -16,10 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from aprefetch.device.base import Device
 from aprefetch.engine.pacing import ChunkPacer
+from aprefetch.engine.prefix_cache import KeptState, PrefixCache
 from aprefetch.engine.request import GenerateRequest, Request, ScoreRequest
 from aprefetch.engine.scheduler import Scheduler
 from aprefetch.engine.step import StepAbandoned, StepRunner
@@ -53,6 +55,7 @@ class Engine:
         device: decides where sampling runs.
         scheduler: an empty one.
         pacer: says how many prompt tokens of one sequence a step may take.
+        prefix: keeps states of sequences for longer prompts; None for no such thing.
         check_source: raises if the model's files changed; asked after each step that read from
             them, before its tokens are given out. A few `stat` calls.
     """
@@ -68,6 +71,7 @@ class Engine:
         counters: Counters,
         tracer: Tracer | None = None,
         check_source: Callable[[], None] | None = None,
+        prefix: PrefixCache | None = None,
     ) -> None:
         self._model = model
         self._runner = runner
@@ -77,6 +81,7 @@ class Engine:
         self._counters = counters
         self._tracer = tracer
         self._check_source = check_source
+        self._prefix = prefix
         self._n_checked_bytes = 0
         self._wake = asyncio.Event()
         self._stopping = False
@@ -86,6 +91,11 @@ class Engine:
     def n_requests(self) -> int:
         """Requests that are not over."""
         return len(self._scheduler.all())
+
+    def state_bytes(self) -> int:
+        """Bytes held by the caches of requests that run."""
+        states = (request.state for request in self._scheduler.all())
+        return sum(state.n_bytes for state in states if state is not None)
 
     def requests(self) -> list[Request]:
         """Requests that are not over; those that run come first."""
@@ -128,7 +138,7 @@ class Engine:
                 for request in self._scheduler.doomed():
                     self._end(request, request.verdict())
                 for request in self._scheduler.admit():
-                    self._begin(request)
+                    await self._begin(request)
                 self._wake.clear()
                 n_decoding = self._scheduler.n_decoding()
                 limit_tokens = self._pacer.limit_tokens(n_decoding)
@@ -157,12 +167,29 @@ class Engine:
             async with asyncio.timeout(seconds):
                 await self._wake.wait()
 
-    def _begin(self, request: Request) -> None:
+    async def _begin(self, request: Request) -> None:
+        """Give a request its caches: empty ones, or a copy of those that were kept."""
         request.admitted_ns = time.perf_counter_ns()
+        kept, request.kept = request.kept, None
         try:
-            request.state = self._model.new_state()
+            state = self._model.new_state()
+            if kept is not None:
+                found, device = kept, torch.device(self._device.name)
+                await self._compute(kept.n_bytes, lambda: found.restore(state, device))
+                request.n_run = request.n_reused = kept.n_tokens
+                self._counters.reused_tokens += kept.n_tokens
+            request.state = state
         except AprefetchError as error:  # no memory for its caches
             self._end(request, error)
+
+    async def _keep(self, request: GenerateRequest) -> None:
+        """Keep a copy of the request's state as it is now."""
+        ids, state = request.ids_run(), request.state
+        prefix = self._prefix
+        if prefix is None or not prefix.wants(len(ids)) or prefix.holds(ids):
+            return
+        assert state is not None
+        prefix.keep(await self._compute(state.n_bytes, lambda: KeptState.copy(ids, state)))
 
     def _close(self, reason: Callable[[], BaseException]) -> None:
         if self._closed is None:
@@ -228,6 +255,8 @@ class Engine:
         if request.prefilling:
             request.n_run += n_tokens
             self._counters.prompt_tokens += n_tokens
+            if request.n_run == request.keep_at and isinstance(request, GenerateRequest):
+                await self._keep(request)
         if logits is None:
             return
         cost = logits.numel() * logits.element_size()
@@ -249,6 +278,8 @@ class Engine:
         self._counters.output_tokens += 1
         token = request.accept(sample)
         if token is None:
+            if request.keep_at:
+                await self._keep(request)
             self._end(request)
         else:
             sampled.append(token)

@@ -27,6 +27,7 @@ from aprefetch.models.base import Chunk, LogitsWanted, SequenceState
 from aprefetch.stats import Stats
 
 if TYPE_CHECKING:
+    from aprefetch.engine.prefix_cache import KeptState
     from aprefetch.engine.sampler import Sample, Sampler
     from aprefetch.engine.stream import EventFeed
 
@@ -76,8 +77,9 @@ class Usage:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens over the time from admission to the first token."""
-        return self.prompt_tokens / self.prefill_s if self.prefill_s else 0.0
+        """Prompt tokens that were run over the time from admission to the first token."""
+        n_run = self.prompt_tokens - self.reused_tokens
+        return n_run / self.prefill_s if self.prefill_s else 0.0
 
     @property
     def decode_tokens_per_s(self) -> float:
@@ -230,7 +232,10 @@ class Request:
         self.prompt_ids = np.asarray(prompt_ids, dtype=np.int64)
         self.phase = Phase.WAITING
         self.state: SequenceState | None = None
-        self.n_run = 0  # prompt tokens that went through the model
+        self.n_run = 0  # prompt tokens that went through the model, now or for a kept state
+        self.n_reused = 0  # of these, for a kept state
+        self.kept: KeptState | None = None  # where to begin; let go at admission
+        self.keep_at = 0  # prompt tokens after which the state is to be kept; 0 for never
         self.cancelled = False
         self.ended = asyncio.Event()
         self.arrived_ns = time.perf_counter_ns()
@@ -294,7 +299,8 @@ class Request:
         assert self.state is not None
         if not self.prefilling:
             return Chunk(self.state, self._decode_ids(), "last")
-        n_after = min(self.n_run + limit_tokens, self.n_prompt)
+        end = self.keep_at if self.n_run < self.keep_at else self.n_prompt
+        n_after = min(self.n_run + limit_tokens, end)
         ids = self.prompt_ids[self.n_run : n_after]
         return Chunk(self.state, ids, self._logits_wanted(n_after))
 
@@ -314,6 +320,7 @@ class Request:
     def finish(self, error: BaseException | None = None) -> None:
         """The end: caches go, waiters wake. Called once, by the engine."""
         self.phase = Phase.ENDED
+        self.kept = None
         self.state = None
         self.ended.set()
 
@@ -364,6 +371,13 @@ class GenerateRequest(Request):
     def _decode_ids(self) -> npt.NDArray[np.int64]:
         return np.asarray(self.output_ids[-1:], dtype=np.int64)
 
+    def ids_run(self) -> npt.NDArray[np.int64]:
+        """The tokens that made the state; the last one sampled is not among them."""
+        if self.prefilling or not self.output_ids:
+            return self.prompt_ids[: self.n_run]
+        answer = np.asarray(self.output_ids[:-1], dtype=np.int64)
+        return np.concatenate([self.prompt_ids, answer])
+
     def accept(self, sample: Sample) -> int | None:
         """Take a sampled token; returns it if it is to be run, None if it was the last."""
         self.last_token_ns = time.perf_counter_ns()
@@ -392,6 +406,7 @@ class GenerateRequest(Request):
         return Usage(
             prompt_tokens=self.n_prompt,
             completion_tokens=len(self.output_ids),
+            reused_tokens=self.n_reused,
             time_to_first_token_s=(first - self.arrived_ns) / 1e9 if first else None,
             prefill_s=(first - self.admitted_ns) / 1e9 if first else 0.0,
             decode_s=(self.last_token_ns - first) / 1e9 if first else 0.0,

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from aprefetch.models.kv_cache import StatePart
 from aprefetch.models.moe import RoutedCall
 
 __all__ = ["Chunk", "EarlyRouter", "LogitsWanted", "Model", "ModelInfo", "SequenceState"]
@@ -54,6 +55,20 @@ class SequenceState(Protocol):
     @property
     def n_bytes(self) -> int:
         """Bytes held by the caches."""
+        ...
+
+    def dump(self) -> list[StatePart]:
+        """Everything that the sequence's continuation depends on, in a fixed order, as views."""
+        ...
+
+    def load(self, parts: Sequence[StatePart], n_tokens: int) -> None:
+        """Continue a sequence of `n_tokens` from its dump; this state must be new.
+
+        What is given is taken over: nobody else may write it.
+
+        Raises:
+            ValueError: the parts are of another model.
+        """
         ...
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from aprefetch.kernels.ops import Ops
 from aprefetch.models.deepseek_v4_args import DeepseekV4Args
-from aprefetch.models.kv_cache import GrowingRows, SlidingRows
+from aprefetch.models.kv_cache import GrowingRows, SlidingRows, StatePart
 from aprefetch.models.layers import FusedLinear, RotaryTable
 from aprefetch.models.loading import DenseLoader
 from aprefetch.quant.base import QuantTensor
@@ -112,6 +112,13 @@ class AttentionState:
         parts = (self.window, self.compressed, self.index)
         return sum(part.n_bytes for part in parts if part is not None)
 
+    def stores(self) -> list[SlidingRows | GrowingRows]:
+        found: list[SlidingRows | GrowingRows] = [self.window]
+        for part in (self.compressed, self.index):
+            if part is not None:
+                found += [part.kv, part.gate, part.rows]
+        return found
+
 
 class DeepseekV4State:
     """Caches of one sequence: per layer a window, compressor blocks, finished rows."""
@@ -126,6 +133,26 @@ class DeepseekV4State:
     def n_bytes(self) -> int:
         """Bytes held by the caches."""
         return sum(layer.n_bytes for layer in self.layers)
+
+    def _stores(self) -> list[SlidingRows | GrowingRows]:
+        return [store for layer in self.layers for store in layer.stores()]
+
+    def dump(self) -> list[StatePart]:
+        """All stores, as views."""
+        return [part for store in self._stores() for part in store.dump()]
+
+    def load(self, parts: Sequence[StatePart], n_tokens: int) -> None:
+        """Take over the parts of a dump.
+
+        Raises:
+            ValueError: they are of another model.
+        """
+        stores = self._stores()
+        if len(parts) != len(stores):
+            raise ValueError(f"a state of {len(parts)} parts where {len(stores)} are wanted")
+        for store, part in zip(stores, parts, strict=True):
+            store.load(part)
+        self.n_tokens = n_tokens
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from aprefetch.errors import SourceError
 from aprefetch.kernels.ops import Ops
 from aprefetch.models.kimi_k3_args import KIMI_LINEAR, KimiArgs
-from aprefetch.models.kv_cache import GrowingRows
+from aprefetch.models.kv_cache import GrowingRows, StatePart, check_part
 from aprefetch.models.layers import FusedLinear
 from aprefetch.models.loading import DenseLoader
 from aprefetch.quant import dequantize
@@ -41,6 +41,14 @@ class DeltaState:
     def n_bytes(self) -> int:
         return 4 * (self.history.numel() + self.memory.numel())
 
+    def dump(self) -> list[StatePart]:
+        return [(self.history, 0), (self.memory, 0)]
+
+    def load(self, parts: Sequence[StatePart]) -> None:
+        history, memory = parts
+        self.history = check_part(history, tuple(self.history.shape))
+        self.memory = check_part(memory, tuple(self.memory.shape))
+
 
 class KimiState:
     """One sequence: per layer a `DeltaState`, or the latent rows of all its tokens.
@@ -58,6 +66,30 @@ class KimiState:
     def n_bytes(self) -> int:
         """Bytes held by the caches."""
         return sum(layer.n_bytes for layer in self.layers)
+
+    def dump(self) -> list[StatePart]:
+        """All stores, as views."""
+        return [part for layer in self.layers for part in layer.dump()]
+
+    def load(self, parts: Sequence[StatePart], n_tokens: int) -> None:
+        """Take over the parts of a dump.
+
+        Raises:
+            ValueError: they are of another model.
+        """
+        left = list(parts)
+        for layer in self.layers:
+            n = 2 if isinstance(layer, DeltaState) else 1
+            if len(left) < n:
+                raise ValueError(f"a state of {len(parts)} parts, which is too few")
+            if isinstance(layer, DeltaState):
+                layer.load(left[:n])
+            else:
+                layer.load(left[0])
+            del left[:n]
+        if left:
+            raise ValueError(f"a state of {len(parts)} parts, which is too many")
+        self.n_tokens = n_tokens
 
 
 @dataclass(slots=True)

@@ -1,13 +1,37 @@
-"""Row stores that sequence states are made of. Rows are float32; positions are absolute."""
+"""Row stores that sequence states are made of. Rows are float32; positions are absolute.
+
+Every store can be taken apart and put together again (`dump`, `load`), so that a state can be kept
+and continued later. What is loaded is taken over: the caller gives tensors that nobody else writes.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["GrowingRows", "SlidingRows"]
+__all__ = ["GrowingRows", "SlidingRows", "StatePart", "check_part"]
+
+StatePart = tuple[Tensor, int]
+"""Values of one store, float32, and the position of the first row."""
 
 _FIRST_CAPACITY_ROWS = 32
+
+
+def check_part(part: StatePart, shape: tuple[int, ...], n_free: int = 0) -> Tensor:
+    """The values, if they are float32 of `shape`, whose first `n_free` axes may have any length.
+
+    Raises:
+        ValueError: they are not: the part belongs to another model.
+    """
+    values = part[0]
+    found = tuple(values.shape)
+    if (
+        values.dtype != torch.float32
+        or len(found) != len(shape)
+        or found[n_free:] != shape[n_free:]
+    ):
+        raise ValueError(f"a state of shape {found} where {shape} is wanted")
+    return values
 
 
 class GrowingRows:
@@ -34,6 +58,19 @@ class GrowingRows:
             self._buffer = grown
         self._buffer[self.n_rows : stop] = rows
         self.n_rows = stop
+
+    def dump(self) -> list[StatePart]:
+        """The rows, as views."""
+        return [(self.view(), 0)]
+
+    def load(self, part: StatePart) -> None:
+        """Take over the rows of a dump.
+
+        Raises:
+            ValueError: they are of another width.
+        """
+        self._buffer = check_part(part, tuple(self._buffer.shape), 1)
+        self.n_rows = self._buffer.shape[0]
 
     def view(self) -> Tensor:
         """All rows, `[n_rows, width]`, without a copy; valid until the next append."""
@@ -80,6 +117,20 @@ class SlidingRows:
         buffer[:kept] = tail.clone() if buffer is self._buffer else tail
         self.first_position += held - kept
         self._buffer, self._start, self._stop = buffer, 0, kept
+
+    def dump(self) -> list[StatePart]:
+        """The rows that later ones may need, as views."""
+        n_old = max(0, self._stop - self._start - self._keep)
+        return [(self.view()[n_old:], self.first_position + n_old)]
+
+    def load(self, part: StatePart) -> None:
+        """Take over the rows of a dump.
+
+        Raises:
+            ValueError: they are of another width.
+        """
+        self._buffer = check_part(part, tuple(self._buffer.shape), 1)
+        self._start, self._stop, self.first_position = 0, self._buffer.shape[0], part[1]
 
     def view(self) -> Tensor:
         """The rows held, `[n, width]`, from `first_position` on; valid until the next append."""

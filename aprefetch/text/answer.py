@@ -59,6 +59,12 @@ class AnswerFormat:
     notation: Literal["plain", "dsml", "xtml"]
     marker_ids: frozenset[int] = frozenset()
 
+    def begins_with_reasoning(self, prompt: str) -> bool:
+        """Whether the answer to `prompt` begins in the reasoning part."""
+        if self.notation == "xtml":
+            return prompt.endswith(f"{_OPEN}think{_SEP}")
+        return self.notation == "dsml" and prompt.rstrip().endswith(_THINK)
+
     def parser(self, prompt: str, *, with_calls: bool) -> AnswerParser:
         """A parser for the answer to `prompt`.
 
@@ -67,7 +73,7 @@ class AnswerFormat:
             with_calls: whether calls are looked for; without tools such text is content.
         """
         if self.notation == "dsml":
-            return _DsmlParser(prompt.rstrip().endswith(_THINK), with_calls)
+            return _DsmlParser(self.begins_with_reasoning(prompt), with_calls)
         if self.notation == "xtml":
             return _XtmlParser(prompt, with_calls)
         return _PlainParser()

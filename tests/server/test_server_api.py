@@ -366,3 +366,18 @@ def test_a_deadline_ends_a_request(client) -> None:
     with pytest.raises(openai.APIError, match="0.1 s"):  # the headers are gone: an event tells
         for _ in client.completions.create(**ask, stream=True, extra_body=body):
             pass
+
+
+def test_a_conversation_runs_only_what_is_new(client) -> None:
+    messages: list[dict[str, str]] = []
+    before = 0
+    for turn in range(3):
+        messages.append({"role": "user", "content": f"Hello, this is turn number {turn}."})
+        done = client.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=3, **GREEDY
+        )
+        usage = done.usage
+        if turn:  # at least all of the prompt before it is known
+            assert usage.prompt_tokens_details.cached_tokens >= before
+        before = usage.prompt_tokens
+        messages.append({"role": "assistant", "content": done.choices[0].message.content})
