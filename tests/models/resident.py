@@ -27,7 +27,7 @@ class Slot:
 class Resident:
     """A model whose experts all lie in `arena`."""
 
-    def __init__(self, path: str | Path, ops: Ops) -> None:
+    def __init__(self, path: str | Path, ops: Ops, device: str = "cpu") -> None:
         self.source = open_source(path)
         entry = registry.lookup(self.source.metadata)
         n_layers = entry.n_layers(self.source.metadata, self.source.tensors)
@@ -38,7 +38,7 @@ class Resident:
             self.experts.layers,
             frozenset(self.experts.tensor_names),
             ops,
-            torch.device("cpu"),
+            torch.device(device),
         )
         self.offsets: dict[ExpertKey, int] = {}
         blocks, at = [], 0
@@ -47,7 +47,7 @@ class Resident:
                 self.offsets[ExpertKey(layer, expert)] = at
                 blocks.append(self._object(ExpertKey(layer, expert), layout.device_bytes))
                 at += layout.device_bytes
-        self.arena = torch.from_numpy(np.concatenate(blocks))
+        self.arena = torch.from_numpy(np.concatenate(blocks)).to(device)
 
     def _object(self, key: ExpertKey, n_bytes: int) -> np.ndarray:
         plan = self.experts.read_plan(key)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from aprefetch.kernels.triton.blocks import decode_columns, dot_columns, load_columns
+from aprefetch.kernels.triton.blocks import add_columns, decode_columns, load_columns
 
 __all__ = [
     "columns_of",
@@ -23,9 +23,12 @@ __all__ = [
 ]
 
 
-def columns_of(n_in: int) -> int:
-    """Columns that a program works on at a time: a power of two from 32 to 128."""
-    return min(128, max(32, triton.next_power_of_2(-(-n_in // 8))))
+def columns_of(n_in: int, *, many_rows: bool) -> int:
+    """Columns that a program works on at a time: a power of two from 32 to 128.
+
+    With many rows one warp per program saves sums across warps; few rows need more threads each.
+    """
+    return 32 if many_rows else min(128, max(32, triton.next_power_of_2(-(-n_in // 8))))
 
 
 def rows_of(row_bytes: int, wanted: int) -> int:
@@ -35,45 +38,75 @@ def rows_of(row_bytes: int, wanted: int) -> int:
 
 
 @triton.jit
-def _rows_dot(
-    x_rows, alive, base, first, n_out,
-    N_IN: tl.constexpr, ROW_BYTES: tl.constexpr, FORMAT: tl.constexpr, HALVES: tl.constexpr,
-    FACTOR: tl.constexpr, OFFSET: tl.constexpr,
-    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Dot products of rows `first .. first + R`, which start at `base`, with T inputs.
-
-    `x_rows` and `alive` are tuples of T pointers and conditions. Returns R * T scalars, row by row.
-    """
+def _zeros(N: tl.constexpr, C: tl.constexpr):
     acc = ()
-    for _ in tl.static_range(T * R):
+    for _ in tl.static_range(N):
         acc = acc + (tl.zeros((C,), tl.float32),)
-    for c0 in range(0, N_IN // 8, C):
-        c = c0 + tl.arange(0, C)
-        inside = c < N_IN // 8
-        x = ()
-        for t in tl.static_range(T):
-            x = x + (load_columns(x_rows[t], c, inside & alive[t], HALVES, C),)
-        new = ()
-        for r in tl.static_range(R):
-            mask = inside & (first + r < n_out)
-            if ROW_BYTES % 4 == 0:  # then all rows' columns lie alike in their words
-                q, scale, offset = decode_columns(base + r * ROW_BYTES, 0, c, mask, FORMAT, C)
-            else:
-                q, scale, offset = decode_columns(base, r * ROW_BYTES, c, mask, FORMAT, C)
-            for t in tl.static_range(T):
-                new = new + (acc[r * T + t] + dot_columns(q, scale, offset, x[t], FACTOR, OFFSET),)
-        acc = new
+    return acc
+
+
+@triton.jit
+def _sums(acc, N: tl.constexpr):
     sums = ()
-    for i in tl.static_range(T * R):
+    for i in tl.static_range(N):
         sums = sums + (tl.sum(acc[i], axis=0),)
     return sums
 
 
 @triton.jit
-def _store_rows(
-    at, alive, first, n_out, sums, T: tl.constexpr, R: tl.constexpr
+def _load_tokens(
+    x_rows, c, inside, HALVES: tl.constexpr, MASKED: tl.constexpr, T: tl.constexpr, C: tl.constexpr
+):
+    x = ()
+    for t in tl.static_range(T):
+        x = x + (load_columns(x_rows[t], c, inside, HALVES, MASKED, C),)
+    return x
+
+
+@triton.jit
+def _add_rows(
+    acc, x, base, first, n_out, c, inside,
+    ROW_BYTES: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
+    MASKED: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
+    """One step of the dot products of rows `first .. first + R`, which start at `base`."""
+    new = ()
+    for r in tl.static_range(R):
+        mask = inside & (first + r < n_out)
+        if ROW_BYTES % 4 == 0:  # then all rows' columns lie alike in their words
+            q, scale, offset = decode_columns(base + r * ROW_BYTES, 0, c, mask, FORMAT, MASKED, C)
+        else:
+            q, scale, offset = decode_columns(base, r * ROW_BYTES, c, mask, FORMAT, MASKED, C)
+        for t in tl.static_range(T):
+            new = new + (add_columns(acc[r * T + t], q, scale, offset, x[t], SCALED, OFFSET),)
+    return new
+
+
+@triton.jit
+def _rows_dot(
+    x_rows, base, first, n_out,
+    N_IN: tl.constexpr, ROW_BYTES: tl.constexpr, FORMAT: tl.constexpr, HALVES: tl.constexpr,
+    SCALED: tl.constexpr, OFFSET: tl.constexpr, MASKED: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Dot products of rows `first .. first + R`, which start at `base`, with T inputs.
+
+    `x_rows` is a tuple of T pointers. Returns R * T scalars, row by row.
+    """
+    acc = _zeros(T * R, C)
+    for c0 in range(0, N_IN // 8, C):
+        c = c0 + tl.arange(0, C)
+        inside = c < N_IN // 8
+        x = _load_tokens(x_rows, c, inside, HALVES, MASKED, T, C)
+        acc = _add_rows(
+            acc, x, base, first, n_out, c, inside,
+            ROW_BYTES, FORMAT, SCALED, OFFSET, MASKED, T, R, C,
+        )  # fmt: skip
+    return _sums(acc, T * R)
+
+
+@triton.jit
+def _store_rows(at, alive, first, n_out, sums, T: tl.constexpr, R: tl.constexpr):
     """`at[t]` points at element 0 of token t's output row."""
     for r in tl.static_range(R):
         for t in tl.static_range(T):
@@ -84,7 +117,8 @@ def _store_rows(
 def linear_kernel(
     x_ptr, w_ptr, out_ptr, n_rows, n_out, rows_per_group, x_stride, out_stride,
     N_IN: tl.constexpr, ROW_BYTES: tl.constexpr, FORMAT: tl.constexpr, HALVES: tl.constexpr,
-    FACTOR: tl.constexpr, OFFSET: tl.constexpr, GROUPED: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    SCALED: tl.constexpr, OFFSET: tl.constexpr, MASKED: tl.constexpr, GROUPED: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """`out[t, r] = sum_k x[t, group(r), k] w[r, k]`; grid (token tiles, row tiles)."""
     first = tl.program_id(1) * R
@@ -93,14 +127,15 @@ def linear_kernel(
         group = (first // rows_per_group) * N_IN
     x_rows, at, alive = (), (), ()
     for i in tl.static_range(T):
-        t = (tl.program_id(0) * T + i).to(tl.int64)
-        x_rows = x_rows + (x_ptr + t * x_stride + group,)
-        at = at + (out_ptr + t * out_stride,)
+        t = tl.program_id(0) * T + i
+        # A token beyond the last is the last once more; it is not stored.
+        x_rows = x_rows + (x_ptr + tl.minimum(t, n_rows - 1).to(tl.int64) * x_stride + group,)
+        at = at + (out_ptr + t.to(tl.int64) * out_stride,)
         alive = alive + (t < n_rows,)
     base = w_ptr + first.to(tl.int64) * ROW_BYTES
     sums = _rows_dot(
-        x_rows, alive, base, first, n_out,
-        N_IN, ROW_BYTES, FORMAT, HALVES, FACTOR, OFFSET, T, R, C,
+        x_rows, base, first, n_out,
+        N_IN, ROW_BYTES, FORMAT, HALVES, SCALED, OFFSET, MASKED, T, R, C,
     )  # fmt: skip
     _store_rows(at, alive, first, n_out, sums, T, R)
 
@@ -120,7 +155,7 @@ def expert_gate_up_kernel(
     gate_at, up_at, n_tiles, table_rows, F,
     N_IN: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr,
     GATE: tl.constexpr, UP: tl.constexpr, GATE_HALVES: tl.constexpr, UP_HALVES: tl.constexpr,
-    GATE_FACTOR: tl.constexpr, UP_FACTOR: tl.constexpr,
+    GATE_SCALED: tl.constexpr, UP_SCALED: tl.constexpr, MASKED: tl.constexpr,
     GATE_OFFSET: tl.constexpr, UP_OFFSET: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -137,20 +172,28 @@ def expert_gate_up_kernel(
     first = tl.program_id(1) * R
     x_rows, at, alive = (), (), ()
     for t in tl.static_range(T):
-        x_row = tl.load(pair_rows_ptr + begin + t, mask=t < n, other=0)
+        x_row = tl.load(pair_rows_ptr + begin + tl.minimum(t, n - 1))
         x_rows = x_rows + (x_ptr + x_row * N_IN,)
         at = at + (hidden_ptr + (begin + t) * F,)
         alive = alive + (t < n,)
     gate = arena_ptr + (slot + gate_at + first.to(tl.int64) * GATE_BYTES)
     up = arena_ptr + (slot + up_at + first.to(tl.int64) * UP_BYTES)
-    g = _rows_dot(
-        x_rows, alive, gate, first, F, N_IN, GATE_BYTES, GATE,
-        GATE_HALVES, GATE_FACTOR, GATE_OFFSET, T, R, C,
-    )  # fmt: skip
-    u = _rows_dot(
-        x_rows, alive, up, first, F, N_IN, UP_BYTES, UP,
-        UP_HALVES, UP_FACTOR, UP_OFFSET, T, R, C,
-    )  # fmt: skip
+    g, u = _zeros(T * R, C), _zeros(T * R, C)
+    for c0 in range(0, N_IN // 8, C):
+        c = c0 + tl.arange(0, C)
+        inside = c < N_IN // 8
+        x = _load_tokens(x_rows, c, inside, GATE_HALVES, MASKED, T, C)
+        g = _add_rows(
+            g, x, gate, first, F, c, inside,
+            GATE_BYTES, GATE, GATE_SCALED, GATE_OFFSET, MASKED, T, R, C,
+        )  # fmt: skip
+        if UP_HALVES != GATE_HALVES:
+            x = _load_tokens(x_rows, c, inside, UP_HALVES, MASKED, T, C)
+        u = _add_rows(
+            u, x, up, first, F, c, inside,
+            UP_BYTES, UP, UP_SCALED, UP_OFFSET, MASKED, T, R, C,
+        )  # fmt: skip
+    g, u = _sums(g, T * R), _sums(u, T * R)
     hidden = ()
     for i in tl.static_range(T * R):
         hidden = hidden + (_activate(g[i], u[i], limit),)
@@ -162,7 +205,7 @@ def expert_down_kernel(
     hidden_ptr, arena_ptr, table_ptr, out_rows_ptr, out_ptr, counter_ptr,
     down_at, n_tiles, table_rows, D,
     N_IN: tl.constexpr, ROW_BYTES: tl.constexpr, FORMAT: tl.constexpr, HALVES: tl.constexpr,
-    FACTOR: tl.constexpr, OFFSET: tl.constexpr,
+    SCALED: tl.constexpr, OFFSET: tl.constexpr, MASKED: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """`out[out_rows[pair]] = down hidden[pair]`; grid (tiles, row tiles of D)."""
@@ -174,12 +217,13 @@ def expert_down_kernel(
     first = tl.program_id(1) * R
     rows, at, alive = (), (), ()
     for t in tl.static_range(T):
-        rows = rows + (hidden_ptr + (begin + t) * N_IN,)
-        to = tl.load(out_rows_ptr + begin + t, mask=t < n, other=0)
+        rows = rows + (hidden_ptr + (begin + tl.minimum(t, n - 1)) * N_IN,)
+        to = tl.load(out_rows_ptr + begin + tl.minimum(t, n - 1))
         at = at + (out_ptr + to * D,)
         alive = alive + (t < n,)
     base = arena_ptr + (slot + down_at + first.to(tl.int64) * ROW_BYTES)
     sums = _rows_dot(
-        rows, alive, base, first, D, N_IN, ROW_BYTES, FORMAT, HALVES, FACTOR, OFFSET, T, R, C
-    )
+        rows, base, first, D,
+        N_IN, ROW_BYTES, FORMAT, HALVES, SCALED, OFFSET, MASKED, T, R, C,
+    )  # fmt: skip
     _store_rows(at, alive, first, D, sums, T, R)

@@ -7,6 +7,7 @@ the reference does it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,32 +17,43 @@ from torch import Tensor
 
 from aprefetch.kernels.cpu.reference import ReferenceOps
 from aprefetch.kernels.triton import attention, matvec, rows
-from aprefetch.kernels.triton.blocks import BLOCK_TYPES, CODE_FACTOR, HAS_OFFSET, NIBBLE_HALVES
+from aprefetch.kernels.triton.blocks import BLOCK_TYPES, HAS_OFFSET, NIBBLE_HALVES, UNSCALED
 from aprefetch.quant import dequantize, row_bytes
 from aprefetch.quant.base import QuantTensor
 from aprefetch.types import LayerLayout
 
-__all__ = ["MAX_TILE_TOKENS", "TritonOps", "format_constants"]
+__all__ = ["MAX_TILE_TOKENS", "TritonOps"]
 
 MAX_TILE_TOKENS = 4
 """Tokens that share one decoding of a weight; more would not fit into the registers."""
 
 _MAX_PART_BYTES = 256 * 2**20  # partial results of attention kept at a time
+_MANY_ROWS = 16384
 _GROUP_KEYS = 32  # keys per partial result of attention
 _SLICE = 1024  # elements per program of elementwise kernels
 _HC_SLICE = 1024  # elements of the flattened streams per partial product
 _SMALLEST_WEIGHT_SUM = 2.0**-14
 
 
-def format_constants(ggml_type: int, n_in: int) -> tuple[int, bool, float, bool, int]:
-    """What the kernels must know of an encoding: row bytes, halves, factor, offset, columns."""
-    return (
-        row_bytes(ggml_type, n_in),
-        ggml_type in NIBBLE_HALVES,
-        CODE_FACTOR.get(ggml_type, 1),
-        ggml_type in HAS_OFFSET,
-        matvec.columns_of(n_in),
-    )
+class _Shape:
+    """What the kernels must know of a weight, from its encoding and its shape alone."""
+
+    __slots__ = ("columns", "masked", "n_tile", "offset", "halves", "row_bytes", "scaled")
+
+    def __init__(self, ggml_type: int, n_in: int, n_out: int, n_tile: int, many_rows: bool) -> None:
+        self.row_bytes = row_bytes(ggml_type, n_in)
+        self.halves = ggml_type in NIBBLE_HALVES
+        self.scaled = ggml_type not in UNSCALED
+        self.offset = ggml_type in HAS_OFFSET
+        self.columns = matvec.columns_of(n_in, many_rows=many_rows)
+        self.n_tile = matvec.rows_of(self.row_bytes, n_tile)
+        self.masked = bool(n_in // 8 % self.columns or n_out % self.n_tile)
+
+
+@functools.cache
+def _shape(ggml_type: int, n_in: int, n_out: int, expert: bool = False) -> _Shape:
+    n_tile = 4 if expert or n_out >= 2048 else 1
+    return _Shape(ggml_type, n_in, n_out, n_tile, expert or n_out >= _MANY_ROWS)
 
 
 def _tile_tokens(n: int) -> int:
@@ -92,23 +104,21 @@ class TritonOps(ReferenceOps):
     def linear_into(self, x: Tensor, w: QuantTensor, out: Tensor, n_groups: int = 1) -> Tensor:
         """`x [T, n_groups * n_in]` into `out [T, n_out]`; both contiguous."""
         n_rows = x.shape[0]
-        n_bytes, halves, factor, offset, columns = format_constants(w.ggml_type, w.n_in)
-        per_group = w.n_out // n_groups
-        n_tile = matvec.rows_of(n_bytes, 4 if w.n_out >= 2048 else 1)
+        shape = _shape(w.ggml_type, w.n_in, w.n_out)
         tokens = _tile_tokens(n_rows)
-        grid = (triton.cdiv(n_rows, tokens), triton.cdiv(w.n_out, n_tile))
+        grid = (triton.cdiv(n_rows, tokens), triton.cdiv(w.n_out, shape.n_tile))
         matvec.linear_kernel[grid](
-            x, w.data, out, n_rows, w.n_out, per_group, n_groups * w.n_in, w.n_out,
-            N_IN=w.n_in, ROW_BYTES=n_bytes, FORMAT=w.ggml_type, HALVES=halves,
-            FACTOR=factor, OFFSET=offset, GROUPED=n_groups > 1,
-            T=tokens, R=n_tile, C=columns, num_warps=columns // 32,
+            x, w.data, out, n_rows, w.n_out, w.n_out // n_groups, n_groups * w.n_in, w.n_out,
+            N_IN=w.n_in, ROW_BYTES=shape.row_bytes, FORMAT=w.ggml_type, HALVES=shape.halves,
+            SCALED=shape.scaled, OFFSET=shape.offset, MASKED=shape.masked, GROUPED=n_groups > 1,
+            T=tokens, R=shape.n_tile, C=shape.columns, num_warps=shape.columns // 32,
         )  # fmt: skip
         return out
 
     def grouped_linear(self, x: Tensor, w: QuantTensor) -> Tensor:
         n_groups = x.shape[1]
-        n_bytes = row_bytes(w.ggml_type, w.n_in)
-        if self._knows(w) and (w.n_out // n_groups) % matvec.rows_of(n_bytes, 4) == 0:
+        n_tile = _shape(w.ggml_type, w.n_in, w.n_out).n_tile
+        if self._knows(w) and (w.n_out // n_groups) % n_tile == 0:
             x = x.contiguous()
             return self.linear_into(x, w, self.new(x.shape[0], w.n_out), n_groups)
         size = w.n_out // n_groups
@@ -175,24 +185,23 @@ class TritonOps(ReferenceOps):
         """
         gate, up, down = layout.roles
         gate_at, up_at, down_at = layout.device_offsets
-        g_bytes, g_halves, g_factor, g_offset, columns = format_constants(gate.ggml_type, gate.n_in)
-        u_bytes, u_halves, u_factor, u_offset, _ = format_constants(up.ggml_type, up.n_in)
-        n_tile = max(matvec.rows_of(g_bytes, 4), matvec.rows_of(u_bytes, 4))
-        matvec.expert_gate_up_kernel[(n_tiles, triton.cdiv(gate.n_out, n_tile))](
+        g = _shape(gate.ggml_type, gate.n_in, gate.n_out, True)
+        u = _shape(up.ggml_type, up.n_in, up.n_out, True)
+        matvec.expert_gate_up_kernel[(n_tiles, triton.cdiv(gate.n_out, 4))](
             x, arena, table, pair_rows, hidden, counter, float(limit), gate_at, up_at, n_tiles,
             table_rows, gate.n_out,
-            N_IN=gate.n_in, GATE_BYTES=g_bytes, UP_BYTES=u_bytes,
-            GATE=gate.ggml_type, UP=up.ggml_type, GATE_HALVES=g_halves, UP_HALVES=u_halves,
-            GATE_FACTOR=g_factor, UP_FACTOR=u_factor, GATE_OFFSET=g_offset, UP_OFFSET=u_offset,
-            T=tokens, R=n_tile, C=columns, num_warps=columns // 32,
+            N_IN=gate.n_in, GATE_BYTES=g.row_bytes, UP_BYTES=u.row_bytes,
+            GATE=gate.ggml_type, UP=up.ggml_type, GATE_HALVES=g.halves, UP_HALVES=u.halves,
+            GATE_SCALED=g.scaled, UP_SCALED=u.scaled, MASKED=g.masked or u.masked,
+            GATE_OFFSET=g.offset, UP_OFFSET=u.offset,
+            T=tokens, R=4, C=g.columns, num_warps=g.columns // 32,
         )  # fmt: skip
-        n_bytes, halves, factor, offset, columns = format_constants(down.ggml_type, down.n_in)
-        n_tile = matvec.rows_of(n_bytes, 4)
-        matvec.expert_down_kernel[(n_tiles, triton.cdiv(down.n_out, n_tile))](
+        d = _shape(down.ggml_type, down.n_in, down.n_out, True)
+        matvec.expert_down_kernel[(n_tiles, triton.cdiv(down.n_out, 4))](
             hidden, arena, table, out_rows, out, counter, down_at, n_tiles, table_rows, down.n_out,
-            N_IN=down.n_in, ROW_BYTES=n_bytes, FORMAT=down.ggml_type, HALVES=halves,
-            FACTOR=factor, OFFSET=offset,
-            T=tokens, R=n_tile, C=columns, num_warps=columns // 32,
+            N_IN=down.n_in, ROW_BYTES=d.row_bytes, FORMAT=down.ggml_type, HALVES=d.halves,
+            SCALED=d.scaled, OFFSET=d.offset, MASKED=d.masked,
+            T=tokens, R=4, C=d.columns, num_warps=d.columns // 32,
         )  # fmt: skip
 
     def sum_experts(self, parts: Tensor, weights: Tensor) -> Tensor:

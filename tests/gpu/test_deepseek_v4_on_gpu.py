@@ -1,0 +1,90 @@
+"""`deepseek4` on the GPU: llama.cpp's float32 logits, and bits that never change."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from resident import Resident
+
+from aprefetch.models.base import Chunk
+
+
+@pytest.fixture(scope="module")
+def oracle(oracle_dir):
+    stem = oracle_dir / "tiny-deepseek4-mxfp4"
+    facts = json.loads(stem.with_suffix(".json").read_text())
+    with np.load(f"{stem}.logits.npz") as logits, np.load(f"{stem}.select.npz") as select:
+        return facts, dict(logits), dict(select)
+
+
+@pytest.fixture(scope="module")
+def resident(oracle_dir):
+    from aprefetch.kernels.triton.ops import TritonOps
+
+    return Resident(oracle_dir / "tiny-deepseek4-mxfp4.gguf", TritonOps("cuda"), "cuda")
+
+
+def close(ours: torch.Tensor, theirs: np.ndarray) -> bool:
+    worst = np.abs(ours.cpu().numpy() - theirs).max(axis=-1)
+    return bool((worst <= 1e-3).mean() >= 0.99 and np.median(worst) <= 1e-4)
+
+
+@pytest.mark.parametrize("chunk", [0, 7, 64])
+def test_every_position_and_every_expert_choice(resident, oracle, chunk):
+    facts, logits, select = oracle
+    seen: dict[int, np.ndarray] = {}
+    ours = resident.logits(facts["prompts"]["p300"]["ids"], chunk, seen)
+    assert close(ours, logits["exact/all_p300"])
+    if not chunk:
+        for layer, ids in seen.items():
+            theirs = np.sort(select[f"p300/ffn_moe_topk-{layer}"], axis=1)
+            assert (theirs == ids).all(axis=1).mean() >= 0.999
+
+
+def test_mean_negative_log_likelihood(resident, oracle):
+    facts, logits, _ = oracle
+    ours = resident.logits(facts["nll_ids"])
+    assert close(ours, logits["exact/all_nll"])
+    picked = torch.log_softmax(ours.cpu(), dim=-1)[:-1].gather(
+        1, torch.tensor(facts["nll_ids"])[1:, None]
+    )
+    assert -picked.mean().item() == pytest.approx(facts["nll"]["exact"], abs=1e-4)
+
+
+def test_greedy_continuation(resident, oracle):
+    facts, _, _ = oracle
+    for prompt in ("p7", "p40"):
+        state, token_ids = resident.model.new_state(), facts["prompts"][prompt]["ids"]
+        out: list[int] = []
+        for _ in range(len(facts["greedy"][prompt])):
+            logits = resident.step([Chunk(state, np.array(token_ids))])[0]
+            token_ids = [int(logits[-1].argmax())]
+            out += token_ids
+        assert out == facts["greedy"][prompt]
+
+
+def test_chunks_do_not_change_a_bit(resident, oracle):
+    ids = oracle[0]["prompts"]["p300"]["ids"]
+    whole = resident.logits(ids)
+    for chunk in (7, 64, 299):
+        assert torch.equal(whole, resident.logits(ids, chunk)), chunk
+    assert torch.equal(whole[:40], resident.logits(ids[:40], 1))
+
+
+def test_waves_and_order_do_not_change_a_bit(resident, oracle):
+    ids = np.array(oracle[0]["prompts"]["p150"]["ids"])
+    whole = resident.logits(ids)
+    forward = resident.model.forward([Chunk(resident.model.new_state(), ids, "all")])
+    while True:
+        try:
+            call = next(forward)
+        except StopIteration as stop:
+            logits = stop.value[0]
+            break
+        if call.finishing:
+            for lease in reversed(resident.leases(call)):
+                call.run(resident.arena, [lease])
+    assert torch.equal(whole, logits)
