@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aprefetch.errors import InvalidRequestError
-from aprefetch.text import deepseek_chat
+from aprefetch.text import deepseek_chat, kimi_chat
 from aprefetch.text.template_sandbox import TemplateProblem, compile_template, render_template
 from aprefetch.text.tokenizer import Tokenizer
 
@@ -194,12 +194,7 @@ class _DeepseekTemplate:
             if not isinstance(value, bool):
                 raise InvalidRequestError(f"{name} must be True or False", param=name)
         checked = check_messages(messages)
-        for i, message in enumerate(checked):
-            if message["role"] not in self._roles:
-                raise _bad(
-                    f"messages[{i}] has the unknown role {message['role']!r};"
-                    f" known: {', '.join(sorted(self._roles))}"
-                )
+        _check_roles(checked, self._roles)
         return deepseek_chat.render_deepseek_chat(
             checked,
             bos=self._bos,
@@ -209,6 +204,58 @@ class _DeepseekTemplate:
             thinking=options.get("thinking", options.get("enable_thinking", False)),
             keep_reasoning=options.get("keep_reasoning", False),
         )
+
+
+class _KimiTemplate:
+    """The built-in encoder for Kimi-K3."""
+
+    origin = "builtin:kimi-k3"
+    _roles = frozenset({"system", "user", "assistant", "tool"})
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        pass  # BOS is not part of this chat text
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> str:
+        enabled = options.pop("enable_thinking", True)
+        thinking = options.pop("thinking", enabled)
+        effort = options.pop("thinking_effort", None)
+        for name in options:
+            raise InvalidRequestError(
+                f"unknown chat option {name!r}; this model's are enable_thinking, thinking,"
+                " thinking_effort",
+                param=name,
+            )
+        if not isinstance(thinking, bool):
+            raise InvalidRequestError("thinking must be True or False", param="thinking")
+        if effort is not None and effort not in kimi_chat.EFFORTS:
+            raise InvalidRequestError(
+                f"thinking_effort must be one of {', '.join(kimi_chat.EFFORTS)}",
+                param="thinking_effort",
+            )
+        checked = check_messages(messages)
+        _check_roles(checked, self._roles)
+        return kimi_chat.render_kimi_chat(
+            checked,
+            add_generation_prompt=add_generation_prompt,
+            tools=_check_tools(tools),
+            thinking=thinking,
+            effort=effort,
+        )
+
+
+def _check_roles(messages: Messages, known: frozenset[str]) -> None:
+    for i, message in enumerate(messages):
+        if message["role"] not in known:
+            raise _bad(
+                f"messages[{i}] has the unknown role {message['role']!r};"
+                f" known: {', '.join(sorted(known))}"
+            )
 
 
 class _NoTemplate:
@@ -235,6 +282,7 @@ def _spelling(tokenizer: Tokenizer, token_id: int | None) -> str:
 
 _BUILTIN: dict[str, tuple[tuple[str, ...], Callable[[Tokenizer], ChatTemplate]]] = {
     "deepseek4": (deepseek_chat.MARKERS, _DeepseekTemplate),
+    "kimi-k3": (kimi_chat.MARKERS, _KimiTemplate),
 }
 
 BUILTIN_ARCHITECTURES = tuple(_BUILTIN)

@@ -1,5 +1,6 @@
 """A vocabulary from a folder: `tokenizer.json`, with `tokenizer_config.json` beside it.
 
+What else a folder may hold is in `rank_file`; `tokenizer.json` goes first.
 Only byte-level BPE is accepted, as in the metadata: the one decoder of this package would give
 wrong text for any other kind.
 """
@@ -15,13 +16,23 @@ from aprefetch.errors import TokenizerError
 from aprefetch.text import bpe
 from aprefetch.text.tokenizer import Tokenizer, TokenKind
 
-__all__ = ["find_tokenizer_json", "load_tokenizer_json"]
+__all__ = [
+    "find_tokenizer_json",
+    "load_tokenizer_json",
+    "read_json",
+    "read_text",
+    "special_ids",
+    "template_beside",
+]
 
 _KEYS = ("bos", "eos", "padding", "eot", "eom")
 
 
 def find_tokenizer_json(places: Sequence[Path], *, explicit: bool) -> Path | None:
-    """The one `tokenizer.json` (or `<name>.tokenizer.json`) of `places` (files or folders).
+    """The one vocabulary of `places` (files or folders).
+
+    In a folder that is its `tokenizer.json` or `<name>.tokenizer.json`, or without any of them its
+    rank file, `tiktoken.model` or `<name>.tiktoken`.
 
     Raises:
         TokenizerError: there are several; or, if `explicit`, none.
@@ -36,7 +47,9 @@ def find_tokenizer_json(places: Sequence[Path], *, explicit: bool) -> Path | Non
     if not found:
         if explicit:
             where = ", ".join(map(str, places))
-            raise TokenizerError(f"no tokenizer.json at {where}; give that file or its folder")
+            raise TokenizerError(
+                f"no tokenizer.json or tiktoken.model at {where}; give that file or its folder"
+            )
         return None
     return next(iter(found.values()))
 
@@ -51,19 +64,18 @@ def load_tokenizer_json(
     Raises:
         TokenizerError: unreadable, not byte-level BPE, or larger than the model's embedding.
     """
-    config = _read_json(path)
+    config = read_json(path)
     settings_path = path.with_name("tokenizer_config.json")
-    settings = _read_json(settings_path) if settings_path.is_file() else {}
+    settings = read_json(settings_path) if settings_path.is_file() else {}
     try:
         tokens, kinds = _table(config, n_vocab)
         encode_words = bpe.from_json(config)
     except TokenizerError as error:
         raise TokenizerError(f"{path}: {error}") from error
-    ids = _special_ids(tokens, settings, metadata)
+    ids = special_ids(tokens, settings, metadata)
     add_bos = settings.get("add_bos_token", metadata.get("tokenizer.ggml.add_bos_token"))
     if add_bos is None:
         add_bos = _post_processor_adds(config, ids["bos"], tokens)
-    template = path.with_name("chat_template.jinja")
     return Tokenizer(
         tokens,
         kinds,
@@ -75,7 +87,7 @@ def load_tokenizer_json(
         add_bos=bool(add_bos) and ids["bos"] is not None,
         add_eos=bool(settings.get("add_eos_token", False)),
         origin=str(path),
-        chat_template=_read_text(template) if template.is_file() else _template(settings),
+        chat_template=template_beside(path, settings),
     )
 
 
@@ -84,22 +96,26 @@ def _candidates(place: Path) -> Iterable[Path]:
         if place.is_dir():
             exact = place / "tokenizer.json"
             named = place.glob("*.tokenizer.json")
-            return [p for p in (exact, *named) if p.is_file()]
+            found = [p for p in (exact, *named) if p.is_file()]
+            ranks = (place / "tiktoken.model", *place.glob("*.tiktoken"))
+            return found or [p for p in ranks if p.is_file()]
         return [place] if place.is_file() else []
     except (OSError, ValueError) as error:
         raise TokenizerError(f"cannot look for a tokenizer at {place}: {error}") from error
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The file's text. Raises TokenizerError."""
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The file's JSON object. Raises TokenizerError."""
     try:
-        value = json.loads(_read_text(path))
+        value = json.loads(read_text(path))
     except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
@@ -141,9 +157,14 @@ def _table(config: Mapping[str, Any], n_vocab: int | None) -> tuple[list[str], l
     return [spelling for spelling, _ in table], [int(kind) for _, kind in table]
 
 
-def _special_ids(
+def special_ids(
     tokens: list[str], settings: Mapping[str, Any], metadata: Mapping[str, Any]
 ) -> dict[str, int | None]:
+    """Ids of BOS and the like: spellings in `settings`, else ids in `metadata`.
+
+    Raises:
+        TokenizerError: a spelling that is no token, or an id outside the vocabulary.
+    """
     ids: dict[str, int | None] = {}
     for name in _KEYS:
         spelling = settings.get("pad_token" if name == "padding" else f"{name}_token")
@@ -184,6 +205,10 @@ def _post_processor_adds(
     return False
 
 
-def _template(settings: Mapping[str, Any]) -> str | None:
+def template_beside(path: Path, settings: Mapping[str, Any]) -> str | None:
+    """The chat template that belongs to the vocabulary at `path`, if there is one."""
+    file = path.with_name("chat_template.jinja")
+    if file.is_file():
+        return read_text(file)
     template = settings.get("chat_template")
     return template if isinstance(template, str) else None

@@ -1,8 +1,9 @@
 """Finds a model's vocabulary and builds the `Tokenizer`.
 
-Order of places: the explicit option, then a `tokenizer.json` beside the model, then the GGUF's own
-metadata. Two candidates in one place are an error, and so is none at all. A file beside the model
-must agree with the model, since it may have been left there for another one.
+Order of places: the explicit option, then a `tokenizer.json` or else a rank file (`tiktoken.model`)
+beside the model, then the GGUF's own metadata, then folders directly inside the model's. Two
+candidates in one place are an error, and so is none at all. A file beside the model must agree with
+the model, since it may have been left there for another one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 
 from aprefetch.errors import TokenizerError
 from aprefetch.text import bpe, pretokenizers
+from aprefetch.text.rank_file import is_rank_file, load_rank_file
 from aprefetch.text.tokenizer import IdsOnlyTokenizer, Tokenizer, TokenKind
 from aprefetch.text.tokenizer_json import find_tokenizer_json, load_tokenizer_json
 
@@ -37,8 +39,8 @@ def load_tokenizer(
     """The tokenizer of `source`.
 
     Args:
-        path: a tokenizer.json, or a folder with one, to use instead of what is found; or one of
-            the model's own files, to use its metadata although a tokenizer.json lies beside it.
+        path: a tokenizer.json or a rank file, or a folder with one, to use instead of what is
+            found; or one of the model's own files, to use its metadata whatever lies beside it.
         n_vocab: rows of the model's embedding; the vocabulary must fit them.
 
     Raises:
@@ -52,20 +54,37 @@ def load_tokenizer(
             return from_metadata(metadata, n_vocab=n_vocab)
         found = find_tokenizer_json([chosen], explicit=True)
         assert found is not None
-        return load_tokenizer_json(found, metadata, n_vocab=n_vocab)
+        return _from_file(found, metadata, n_vocab)
     folders = list(dict.fromkeys(p.parent for p in source.paths))
     found = find_tokenizer_json(folders, explicit=False)
     if found is not None:
-        tokenizer = load_tokenizer_json(found, metadata, n_vocab=n_vocab)
+        tokenizer = _from_file(found, metadata, n_vocab)
         if metadata.get(_PREFIX + "model") == "gpt2":
             _check_agreement(found, tokenizer, _strings(metadata, "tokens"))
         return tokenizer
     if own:
         return from_metadata(metadata, n_vocab=n_vocab)
+    found = find_tokenizer_json(
+        [f for place in folders for f in _folders_in(place)], explicit=False
+    )
+    if found is not None:
+        return _from_file(found, metadata, n_vocab)
     raise TokenizerError(
         "no vocabulary: the file has no key tokenizer.ggml.model and no tokenizer.json lies beside"
-        " it; give the path of the model's tokenizer.json"
+        " it; give the path of the model's tokenizer.json or tiktoken.model"
     )
+
+
+def _from_file(path: Path, metadata: Mapping[str, Any], n_vocab: int | None) -> Tokenizer:
+    load = load_rank_file if is_rank_file(path) else load_tokenizer_json
+    return load(path, metadata, n_vocab=n_vocab)
+
+
+def _folders_in(place: Path) -> list[Path]:
+    try:
+        return sorted(p for p in place.iterdir() if p.is_dir())
+    except OSError as error:
+        raise TokenizerError(f"cannot look for a tokenizer at {place}: {error}") from error
 
 
 def from_metadata(metadata: Mapping[str, Any], *, n_vocab: int | None = None) -> Tokenizer:
