@@ -1,9 +1,10 @@
-"""The blocking part of an opening: vocabulary, chat template, dense weights."""
+"""The blocking part of an opening: vocabulary, chat template, dense weights, kept states."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +12,25 @@ from typing import Any, NamedTuple
 
 import torch
 
+from aprefetch._version import __version__
+from aprefetch.engine.prefix_cache import PrefixCache
+from aprefetch.errors import ConfigError
 from aprefetch.models.base import Model, ModelInfo
 from aprefetch.plan import Examined
+from aprefetch.storage.state_files import StateFiles
 from aprefetch.text.chat_template import ChatTemplate, load_chat_template
 from aprefetch.text.tokenizer import Tokenizer
 from aprefetch.text.vocab import load_tokenizer
 from aprefetch.types import ExpertKey
 
-__all__ = ["Loaded", "in_thread", "load", "routing_facts"]
+__all__ = [
+    "Loaded",
+    "in_thread",
+    "load",
+    "open_prefix",
+    "routing_facts",
+    "state_budget_bytes",
+]
 
 
 class Loaded(NamedTuple):
@@ -47,6 +59,40 @@ def load(examined: Examined, tokenizer_path: str | os.PathLike[str] | None = Non
         torch.device(examined.device.name),
     )
     return Loaded(model, tokenizer, template)
+
+
+def state_budget_bytes(examined: Examined, info: ModelInfo) -> int:
+    """For the caches of running requests: as chosen, else a quarter of what is free.
+
+    Room for one request of some length there is in any case.
+    """
+    chosen = examined.config.batch.state_bytes
+    if chosen is not None:
+        return chosen
+    one_bytes = info.state_bytes_fixed + 2 * info.state_bytes_per_token * 4096
+    return max(int(examined.device.memory_info().free_bytes) // 4, one_bytes)
+
+
+def open_prefix(examined: Examined) -> PrefixCache | None:
+    """Where states of sequences are kept, if they are. Blocks.
+
+    Raises:
+        ConfigError: the folder cannot be used.
+    """
+    options, device = examined.config.prefix, examined.device
+    if not options.budget_bytes:
+        return None
+    files: StateFiles | None = None
+    if options.folder is not None:
+        # All that a state's bits depend on.
+        model = examined.source.identity().digest
+        parts = model, device.name, device.ops.name, torch.__version__, __version__
+        identity = hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+        try:
+            files = StateFiles(Path(options.folder), identity, options.disk_budget_bytes)
+        except OSError as error:
+            raise ConfigError(f"prefix_folder {options.folder}: {error}") from error
+    return PrefixCache(options.budget_bytes, files)
 
 
 def routing_facts(examined: Examined, info: ModelInfo) -> dict[str, Any]:

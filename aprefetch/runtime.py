@@ -9,9 +9,7 @@ cancelled as well (a signal, the end of `asyncio.run`).
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import math
 import os
 import time
 import warnings
@@ -21,13 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-
-from aprefetch._version import __version__
 from aprefetch.config import RuntimeConfig
 from aprefetch.engine.generate import Engine
 from aprefetch.engine.pacing import ChunkPacer
-from aprefetch.engine.prefix_cache import PrefixCache
 from aprefetch.engine.request import (
     Completion,
     FinishReason,
@@ -36,10 +30,11 @@ from aprefetch.engine.request import (
     ScoreRequest,
     ScoreResult,
     Usage,
+    checked_timeout,
 )
 from aprefetch.engine.sampler import Sampler, SamplingParams
 from aprefetch.engine.scheduler import Scheduler
-from aprefetch.engine.step import StepRunner
+from aprefetch.engine.step import StepRunner, StepTimeline
 from aprefetch.engine.stream import EventFeed, TokenStream
 from aprefetch.errors import (
     ConfigError,
@@ -49,7 +44,13 @@ from aprefetch.errors import (
     RuntimeFailedError,
     RuntimeStateError,
 )
-from aprefetch.loading import in_thread, load, routing_facts
+from aprefetch.loading import (
+    in_thread,
+    load,
+    open_prefix,
+    routing_facts,
+    state_budget_bytes,
+)
 from aprefetch.models.base import ModelInfo
 from aprefetch.pipeline.coordinator import Coordinator
 from aprefetch.pipeline.lookahead import Lookahead, RoutedLayer
@@ -59,7 +60,6 @@ from aprefetch.prompts import Encoded, Prompt, PromptEncoder
 from aprefetch.report import RunReport
 from aprefetch.routing_trace import RoutingRecorder, RoutingTrace
 from aprefetch.stats import Counters, Stats
-from aprefetch.storage.state_files import StateFiles
 from aprefetch.text.answer import AnswerFormat, answer_format
 from aprefetch.text.detokenizer import Detokenizer
 from aprefetch.text.tokenizer import Tokenizer
@@ -248,7 +248,7 @@ class Runtime:
             recorder=self._recorder,
             settled=config.trace.settled,
         )
-        self._prefix = await in_thread(lambda: self._open_prefix(config))
+        self._prefix = await in_thread(lambda: open_prefix(examined))
         if self._prefix is not None:
             stack.push_async_callback(self._prefix.aclose)
         self._engine = Engine(
@@ -259,7 +259,7 @@ class Runtime:
                 max_sequences=config.max_requests,
                 batch_invariant=device.ops.batch_invariant,
                 max_waiting=config.batch.max_waiting,
-                state_budget_bytes=self._state_budget_bytes(config),
+                state_budget_bytes=state_budget_bytes(examined, loaded.model.info),
             ),
             pacer=ChunkPacer(config.chunk_tokens, config.batch.token_gap_s),
             counters=self._counters,
@@ -272,34 +272,6 @@ class Runtime:
 
     def _examine(self) -> Examined:
         return examine(self._path, self._given_config, **self._options)
-
-    def _state_budget_bytes(self, config: RuntimeConfig) -> int:
-        """As chosen; else a quarter of what is free, but room for one request in any case."""
-        chosen = config.batch.state_bytes
-        if chosen is not None:
-            return chosen
-        info, free_bytes = self.model_info, int(self._device.memory_info().free_bytes)
-        one_bytes = info.state_bytes_fixed + 2 * info.state_bytes_per_token * 4096
-        return max(free_bytes // 4, one_bytes)
-
-    def _open_prefix(self, config: RuntimeConfig) -> PrefixCache | None:
-        """Blocking: where states are kept, if they are."""
-        options = config.prefix
-        if not options.budget_bytes:
-            return None
-        files: StateFiles | None = None
-        if options.folder is not None:
-            # All that a state's bits depend on.
-            parts = (
-                self._source.identity().digest, self._device.name, self._device.ops.name,
-                torch.__version__, __version__,
-            )  # fmt: skip
-            identity = hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
-            try:
-                files = StateFiles(Path(options.folder), identity, options.disk_budget_bytes)
-            except OSError as error:
-                raise ConfigError(f"prefix_folder {options.folder}: {error}") from error
-        return PrefixCache(options.budget_bytes, files)
 
     def _lookahead(self, config: RuntimeConfig) -> Lookahead | None:
         if not config.lookahead.is_on:
@@ -387,7 +359,7 @@ class Runtime:
         """
         self._check_open()
         chosen = SamplingParams.build(params, **keywords)
-        timeout_s = self._timeout_s(timeout_s)
+        timeout_s = checked_timeout(timeout_s, self.config.batch.request_timeout_s)
 
         async def prepare() -> GenerateRequest:
             encoded = await self._encode(prompt, chat_options)
@@ -497,18 +469,6 @@ class Runtime:
                 self._prompts.n_lasting, encoded, prompt, chat_options or {}
             )
 
-    def _timeout_s(self, timeout_s: float | None) -> float | None:
-        if timeout_s is None:
-            default: float | None = self.config.batch.request_timeout_s
-            return default
-        is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-        if not (is_number and 0 < timeout_s < math.inf):
-            raise InvalidRequestError(
-                f"timeout_s must be a number of seconds above 0, not {timeout_s!r}",
-                param="timeout_s",
-            )
-        return float(timeout_s)
-
     @property
     def _context_tokens(self) -> int:
         own, chosen = self.model_info.context_length, self.config.memory.context_tokens
@@ -567,6 +527,12 @@ class Runtime:
         """The requests that are not over: those that run, then those that wait."""
         engine = getattr(self, "_engine", None)
         return [request.describe() for request in engine.requests()] if engine is not None else []
+
+    @property
+    def last_step(self) -> StepTimeline | None:
+        """Where the time of the last step went; None before the first."""
+        runner = getattr(self, "_runner", None)
+        return runner.last_step if runner is not None else None
 
     @property
     def reads_in_flight(self) -> int:

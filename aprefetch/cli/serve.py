@@ -30,7 +30,7 @@ def add_parser(commands: options.Commands) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve OpenAI's API",
-        description="Serve OpenAI's API over HTTP. Needs the extra 'server'.",
+        description="Serve OpenAI's API over HTTP, with a live page at /. Extra: server.",
     )
     options.add_model(parser)
     group = parser.add_argument_group("server")

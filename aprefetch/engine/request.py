@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from aprefetch.errors import DeadlineError, DeviceError
+from aprefetch.errors import DeadlineError, DeviceError, InvalidRequestError
 from aprefetch.models.base import Chunk, LogitsWanted, SequenceState
 from aprefetch.stats import Stats
 
@@ -42,6 +42,7 @@ __all__ = [
     "ScoreResult",
     "TokenEvent",
     "Usage",
+    "checked_timeout",
 ]
 
 _SCORE_ROWS = 32  # rows of logits turned to float64 at a time
@@ -218,6 +219,22 @@ class RequestInfo:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return asdict(self)
+
+
+def checked_timeout(timeout_s: Any, default_s: float | None) -> float | None:
+    """Seconds that a request may take, as asked for or by default.
+
+    Raises:
+        InvalidRequestError: no number above 0.
+    """
+    if timeout_s is None:
+        return default_s
+    is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if not (is_number and 0 < timeout_s < math.inf):
+        raise InvalidRequestError(
+            f"timeout_s must be a number of seconds above 0, not {timeout_s!r}", param="timeout_s"
+        )
+    return float(timeout_s)
 
 
 class Request:

@@ -27,7 +27,7 @@ from aprefetch.routing_trace import RoutingRecorder
 from aprefetch.stats import Counters
 from aprefetch.trace import Tracer
 
-__all__ = ["StepAbandoned", "StepResult", "StepRunner"]
+__all__ = ["StepAbandoned", "StepResult", "StepRunner", "StepTimeline"]
 
 T = TypeVar("T")
 
@@ -48,6 +48,19 @@ class StepResult:
 
     logits: list[Tensor | None]
     errors: list[AprefetchError | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeline:
+    """Where the time of one step went.
+
+    `spans` are (layer, name, start, duration), times in nanoseconds from the step's start; names
+    are attention (up to the router), shared (expert), experts, wait (for experts) and head.
+    """
+
+    n_rows: int
+    duration_ns: int
+    spans: tuple[tuple[int, str, int, int], ...]
 
 
 class StepRunner:
@@ -83,6 +96,8 @@ class StepRunner:
         self._layer_bytes = max(1, info.dense_bytes // max(1, info.n_layers))
         self._announced: dict[int, set[int]] = {layer: set() for layer in info.token_routed_layers}
         self._yielded_ns = 0
+        self._spans: list[tuple[int, str, int, int]] = []  # of the step at hand; clock times
+        self.last_step: StepTimeline | None = None
 
     def announce(self, token_ids: npt.NDArray[np.int64]) -> None:
         """Ask for the experts of layers that are routed by token id, as soon as ids are known."""
@@ -111,14 +126,14 @@ class StepRunner:
         forward = self._model.forward(chunks)
         start_ns = self._yielded_ns = time.perf_counter_ns()
         demand: Demand | None = None
+        spans = self._spans = []
         if self._recorder is not None:
             self._recorder.begin_step(n_rows, start_ns)
         try:
             while True:
                 segment_ns = time.perf_counter_ns()
                 call, logits = await self._compute(segment_cost, lambda: _advance(forward))
-                if self._tracer is not None:
-                    self._trace_segment(self._tracer, call, segment_ns)
+                self._note_segment(call, segment_ns)
                 if call is None:
                     break
                 if not call.finishing:
@@ -152,19 +167,28 @@ class StepRunner:
                     known.clear()
                     self._coordinator.end_layer(layer)
         self._counters.steps += 1
+        end_ns = time.perf_counter_ns()
+        self.last_step = StepTimeline(
+            n_rows,
+            end_ns - start_ns,
+            tuple((layer, name, at - start_ns, end - at) for layer, name, at, end in spans),
+        )
         if self._recorder is not None:
             self._recorder.end_step(time.perf_counter_ns())
         if self._tracer is not None:
             self._tracer.step(n_rows, start_ns, time.perf_counter_ns())
         return StepResult(logits, errors)
 
-    def _trace_segment(self, tracer: Tracer, call: RoutedCall | None, start_ns: int) -> None:
+    def _note_segment(self, call: RoutedCall | None, start_ns: int) -> None:
         """One stretch of dense compute: up to a router, the shared expert, or the head."""
         if call is None:
             layer, name = self._model.info.n_layers, "head"
         else:
             layer, name = call.layer, "shared" if call.finishing else "attention"
-        tracer.compute(layer, name, start_ns, time.perf_counter_ns(), ())
+        end_ns = time.perf_counter_ns()
+        self._spans.append((layer, name, start_ns, end_ns))
+        if self._tracer is not None:
+            self._tracer.compute(layer, name, start_ns, end_ns, ())
 
     def _record(self, recorder: RoutingRecorder, call: RoutedCall, dense_ns: int) -> None:
         n_rows = np.bincount(call.ids.ravel())[call.experts].tolist()
@@ -200,6 +224,7 @@ class StepRunner:
             start_ns = time.perf_counter_ns()
             ready = leases
             await self._compute(cost * len(ready), lambda: call.run(arena, ready))  # noqa: B023
+            self._spans.append((call.layer, "experts", start_ns, time.perf_counter_ns()))
             if self._tracer is not None:
                 self._tracer.compute(
                     call.layer,
@@ -222,6 +247,7 @@ class StepRunner:
             return leases
         start_ns = time.perf_counter_ns()
         leases = await demand.wait()
+        self._spans.append((demand.layer, "wait", start_ns, time.perf_counter_ns()))
         if self._recorder is not None:
             self._recorder.times(wait_ns=time.perf_counter_ns() - start_ns)
         return leases

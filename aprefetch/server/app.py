@@ -1,4 +1,4 @@
-"""The routes: OpenAI's API, health and metrics, over one open runtime.
+"""The routes: OpenAI's API, health, metrics, and a live page, over one open runtime.
 
 The app owns no model: whoever makes it opens the runtime before and closes it afterwards. What is
 wrong with a request is answered in OpenAI's shape; a request ends when its client goes.
@@ -12,7 +12,8 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
@@ -46,6 +47,14 @@ _OPEN_PATHS = frozenset({"/health", "/"})  # without a key: they tell nothing of
 _LARGE_BODY = 1 << 16  # bytes; larger ones are parsed on a thread
 _GONE = 499  # what proxies log for a client that went; nobody receives it
 _MAX_MESSAGE = 1000
+_PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+        "connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +183,8 @@ class _Api:
     def __init__(self, runtime: Runtime, options: ServerOptions) -> None:
         self._runtime, self._options = runtime, options
         self._metrics = Metrics(runtime)
-        self._created_s = int(time.time())
+        self._created_s, self._opened_ns = int(time.time()), time.perf_counter_ns()
+        self._page = (files("aprefetch.server") / "page.html").read_bytes()
         info = runtime.model_info
         self._model = options.model_name or info.name or runtime.plan.path.stem
         limit = runtime.config.memory.context_tokens or info.context_length
@@ -184,6 +194,8 @@ class _Api:
         return [
             Route("/health", self.health),
             Route("/metrics", self.metrics),
+            Route("/", self.page),
+            Route("/live", self.live),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
@@ -196,6 +208,22 @@ class _Api:
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
+
+    async def page(self, _: Request) -> Response:
+        return Response(self._page, media_type="text/html", headers=_PAGE_HEADERS)
+
+    async def live(self, _: Request) -> Response:
+        """What the page shows; a snapshot that costs next to nothing."""
+        runtime, step = self._runtime, self._runtime.last_step
+        shown = {
+            "model": self._model,
+            "device": runtime.plan.device,
+            "uptime_s": (time.perf_counter_ns() - self._opened_ns) / 1e9,
+            "stats": runtime.stats().to_dict(),
+            "requests": [request.to_dict() for request in runtime.requests()],
+            "last_step": None if step is None else asdict(step),
+        }
+        return _Json(shown)
 
     def _model_object(self) -> dict[str, Any]:
         return {
