@@ -143,7 +143,21 @@ def test_one_changed_byte_in_a_middle_shard_is_found(
     assert choose(shards[2], "auto", [out]) == "pack reused"
 
 
-def test_every_byte_of_a_big_payload_counts(tmp_path: Path) -> None:
+def counted_comparisons(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one for each time that all bytes are compared."""
+    compared: list[int] = []
+    real = pack_build.differs
+
+    def counted(*args: Any) -> bool:
+        compared.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(pack_select, "differs", counted)
+    monkeypatch.setattr(pack_build, "differs", counted)
+    return compared
+
+
+def test_every_byte_of_a_big_payload_counts(tmp_path: Path, monkeypatch) -> None:
     """Also those between the samples of the fingerprint: then all bytes are compared."""
     types = {"gate": "Q8_0", "up": "Q8_0", "down": "Q8_0"}
     model = write_model(tmp_path / "m.gguf", {0: (8, 512, 512, types)})
@@ -159,12 +173,15 @@ def test_every_byte_of_a_big_payload_counts(tmp_path: Path) -> None:
         change_byte(model, at)
     else:
         pytest.fail("every byte was sampled")
+    compared = counted_comparisons(monkeypatch)
+    assert choose(model, "auto") == "direct GGUF"
     assert choose(model, "auto") == "direct GGUF"
     (pack,) = model.parent.glob("*.pack.gguf")
     old = file_digests([pack])
     assert choose(model, "pack") == "pack built"
     assert list(model.parent.glob("*.pack.gguf")) == [pack]
     assert file_digests([pack]) != old
+    assert compared == [1], "the proof is remembered"
     assert choose(model, "auto") == "pack reused"
 
 
@@ -177,14 +194,7 @@ def test_touched_only_it_is_reused(shards: list[Path], stamped: bool, monkeypatc
         pack.with_name(pack.name + ".stamp").unlink()
     for shard in shards:
         os.utime(shard, (1, 1))
-    compared = []
-    real = pack_select.differs
-
-    def counted(*args: Any) -> bool:
-        compared.append(1)
-        return real(*args)
-
-    monkeypatch.setattr(pack_select, "differs", counted)
+    compared = counted_comparisons(monkeypatch)
     assert choose(shards[0], "pack") == "pack reused"
     assert compared == [1]
     assert choose(shards[0], "auto") == "pack reused"

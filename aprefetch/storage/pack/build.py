@@ -15,7 +15,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,10 +34,11 @@ from aprefetch.errors import (
 from aprefetch.storage.direct import direct_io_alignment
 from aprefetch.storage.experts import GgufExperts
 from aprefetch.storage.pack import format as pack_format
-from aprefetch.storage.pack.copy import Copier, CopyScratch, Span, Target
+from aprefetch.storage.pack.compare import differs
+from aprefetch.storage.pack.copy import Copier, Target
 from aprefetch.storage.pack.copy import open_for_reading as _open_for_reading
 from aprefetch.storage.pack.copy_phase import CopyPhase
-from aprefetch.storage.pack.crew import Cancel, Progress, Reporter, default_workers, run_crew
+from aprefetch.storage.pack.crew import Cancel, Progress, Reporter, default_workers
 from aprefetch.storage.pack.files import AlignedBuffer, DirectFile, PackFiles, write_failure
 from aprefetch.storage.pack.identity import (
     JOURNAL_SUFFIX,
@@ -64,7 +65,6 @@ __all__ = [
     "build_pack",
     "build_pack_async",
     "default_layers",
-    "differs",
 ]
 
 _log = logging.getLogger(__name__)
@@ -151,17 +151,17 @@ def build_pack(
                 files=files,
             )
     folders = [Path(d) for d in out_dirs] or [source.paths[0].parent]
+    wanted = default_layers(source) if layers is None else layers
+    if not GgufExperts(source, wanted).layers:  # all that is wrong is told before a folder is made
+        raise PackBuildError(
+            f"{source.paths[0]}: the model has no routed experts to pack", resumable=False
+        )
     _check_folders(folders)
     if alignment is None:
         alignment = max(direct_io_alignment(p) for p in (*folders, source.paths[0]))
     elif alignment < 4096 or alignment > 1 << 20 or alignment & (alignment - 1):
         raise ConfigError(f"alignment is {alignment}; give a power of two from 4096 to 1048576")
-    wanted = default_layers(source) if layers is None else layers
     experts = GgufExperts(source, wanted, alignment=alignment)
-    if not experts.layers:
-        raise PackBuildError(
-            f"{source.paths[0]}: the model has no routed experts to pack", resumable=False
-        )
     shape = PackShape(
         layers=tuple(experts.layers.values()), n_parts=len(folders), alignment=alignment
     )
@@ -233,57 +233,6 @@ def _check_folders(folders: Sequence[Path]) -> None:
         raise PackBuildError("; ".join(problems) + "; choose other folders with -o DIR")
 
 
-def differs(
-    source: ModelSource,
-    pack: PackExperts,
-    reporter: Reporter,
-    files: PackFiles | None = None,
-    n_workers: int | None = None,
-) -> bool:
-    """Do any bytes of the pack's objects differ from the source's? Reads all routed experts.
-
-    Raises:
-        ReadError: the source cannot be read.
-    """
-    experts = GgufExperts(source, pack.layers, alignment=pack.alignment)
-    if experts.layers != pack.layers:
-        return True
-    shape, expected = pack.shape, pack.digests()
-    lock = threading.Lock()
-    done_bytes = 0
-    found = threading.Event()
-    reporter.begin("compare")
-
-    def spans() -> Iterator[Span]:
-        for span in copier.spans():
-            if found.is_set():
-                return
-            yield span
-
-    with _open_for_reading(source.paths, files or PackFiles(), pack.alignment) as opened:
-        source.check_unchanged()
-        copier = Copier(experts, shape, opened, None)
-
-        def work(span: Span, scratch: CopyScratch) -> None:
-            nonlocal done_bytes
-            numbers, digests, _ = copier.copy(span, scratch)
-            same = all(expected[n].tobytes() == d for n, d in zip(numbers, digests, strict=True))
-            if not same:
-                found.set()
-            with lock:
-                done_bytes += len(numbers) * span[0].payload_bytes
-
-        run_crew(
-            spans(),
-            work,
-            copier.scratch,
-            n_workers=n_workers or default_workers(),
-            tick=lambda: reporter.report(done_bytes, shape.payload_bytes),
-        )
-        source.check_unchanged()
-    return found.is_set()
-
-
 class _Build:
     """One build; `run` needs the pack's lock."""
 
@@ -343,7 +292,7 @@ class _Build:
         try:
             if _exists(self.journal_path) or _exists(self.lock_path):
                 return None
-            pack = self._existing(is_resumable=False)
+            pack = self._existing(is_resumable=False, deep=False)
         except PackError:
             return None  # under the lock it will be told
         return None if pack is None else self._reused(pack)
@@ -358,7 +307,7 @@ class _Build:
         if rebuild and not any(map(_exists, self.partials)):
             former = None
         if not rebuild:
-            existing = self._existing(is_resumable=former is not None)
+            existing = self._existing(is_resumable=former is not None, deep=True)
             if existing is not None:
                 self._clean_up()
                 return self._reused(existing)
@@ -392,8 +341,11 @@ class _Build:
 
     # -- what is there ----------------------------------------------------------------------
 
-    def _existing(self, *, is_resumable: bool) -> PackExperts | None:
-        """The pack that is there and good; None if it is to be built."""
+    def _existing(self, *, is_resumable: bool, deep: bool) -> PackExperts | None:
+        """The pack that is there and good; None if it is to be built.
+
+        Not `deep`: None also if only its bytes can tell.
+        """
         present = [path for path in self.paths if _exists(path)]
         if not present or (is_resumable and len(present) < len(self.paths)):
             return None
@@ -416,9 +368,12 @@ class _Build:
                 f"{present[0]}: this pack has other layers, parts or another alignment than asked "
                 "for; replace it with `aprefetch pack --rebuild`"
             )
-        if match is Match.UNSURE and differs(
-            self.source, pack, self.reporter, self.files, self.n_workers
-        ):
+        if match is Match.UNSURE:
+            if not deep:
+                return None
+            if differs(self.source, pack, self.reporter, self.files, self.n_workers):
+                match = Match.CHANGED
+        if match is Match.CHANGED:
             _log.warning("%s: the model has changed, the pack is built again", present[0])
             return None
         return pack

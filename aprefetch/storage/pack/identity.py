@@ -3,7 +3,7 @@
 Three questions, from cheap to dear. Sizes and fingerprints (headers and sampled payload of every
 shard) differ: the pack is of another model, that is proof. They agree, and so do the times: the
 pack is good. They agree but a time does not: only the bytes can tell, so all routed experts are
-hashed once (`build.differing_objects`). What was found good is noted in a *stamp*, a small file
+hashed once (`compare.differs`). What was found good is noted in a *stamp*, a small file
 beside the pack with times, inode and change time of the shards, so that the next opening is cheap
 again; a stamp that cannot be written or read costs time, nothing else.
 """
@@ -40,6 +40,7 @@ __all__ = [
     "packed_source",
     "sibling_name",
     "source_stamp",
+    "write_changed",
     "write_stamps",
 ]
 
@@ -62,6 +63,7 @@ class Match(Enum):
     SAME = "same"
     OTHER = "other"  # proof: another model, or another version of it
     UNSURE = "unsure"  # same samples, another time: only the bytes can tell
+    CHANGED = "changed"  # the bytes were compared before, and differ
 
 
 def packed_source(source: ModelSource, identity: SourceIdentity) -> PackedSource:
@@ -157,7 +159,10 @@ def compare(index: PartIndex, source: PackedSource, stamp: list[list[int]]) -> M
     packed = index.source
     if (packed.digest, packed.sizes) != (source.digest, source.sizes):
         return Match.OTHER
-    noted = _read_stamp(index).get("shards")
+    note = _read_stamp(index)
+    if note.get("changed") == stamp:
+        return Match.CHANGED
+    noted = note.get("shards")
     if noted is not None:
         return Match.SAME if noted == stamp else Match.UNSURE
     return Match.SAME if packed.mtimes_ns == source.mtimes_ns else Match.UNSURE
@@ -191,10 +196,18 @@ def write_stamps(parts: Sequence[PartIndex], stamp: list[list[int]]) -> None:
         _write_stamp(index, {"shards": stamp, "folders": folders})
 
 
+def write_changed(parts: Sequence[PartIndex], stamp: list[list[int]]) -> None:
+    """Note that a pack's bytes are proved to differ from a source in this state. Never fails."""
+    for index in parts:
+        _write_stamp(index, {**_read_stamp(index), "changed": stamp})
+
+
 def _write_stamp(index: PartIndex, facts: dict[str, Any]) -> None:
     path = _stamp_path(index.path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    facts = {"id": index.id, "content": index.content, **facts}
+    facts = {**facts, "id": index.id, "content": index.content}
+    if _read_stamp(index) == facts:
+        return
     try:
         temporary.write_text(json.dumps(facts), encoding="utf-8")
         os.replace(temporary, path)

@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args
 
 from aprefetch.errors import AprefetchError, ConfigError, PackCorruptError, PackError
 from aprefetch.storage.experts import ExpertSource, GgufExperts
-from aprefetch.storage.pack.build import build_pack, differs
+from aprefetch.storage.pack.build import build_pack
+from aprefetch.storage.pack.compare import differs
 from aprefetch.storage.pack.crew import Cancel, Progress, Reporter
 from aprefetch.storage.pack.format import read_part
 from aprefetch.storage.pack.identity import (
@@ -24,6 +25,7 @@ from aprefetch.storage.pack.identity import (
     pack_files,
     packed_source,
     source_stamp,
+    write_changed,
     write_stamps,
 )
 from aprefetch.storage.pack.source import PackExperts, VerifyMode, open_pack
@@ -60,35 +62,41 @@ def find_pack(
         PackError: a pack of this model is there, but damaged, incomplete or not readable.
         ReadError: the model cannot be read.
     """
+    folders = [Path(d) for d in pack_dirs or ()]
+    places = dict.fromkeys([*folders, source.paths[0].parent])
+    candidates = [path for folder in places for path in pack_files(folder)]
+    if not candidates:
+        return None
     packed = packed_source(source, source.identity())
     stamp = source_stamp(source)
     wanted = None if layers is None else set(layers)
-    folders = [Path(d) for d in pack_dirs or ()]
     problem: PackError | None = None
-    for folder in dict.fromkeys([*folders, source.paths[0].parent]):
-        for path in pack_files(folder):
-            try:
-                index = read_part(path)
-            except PackError as error:
-                # Whose pack it is cannot be told: it matters only if it has our name.
-                if packed.digest[:12] in path.name:
-                    problem = problem or error
-                continue
-            match = compare(index, packed, stamp)
-            if match is Match.OTHER or index.part != 0:
-                continue
-            if wanted is not None and not wanted <= {one.layer for one in index.shape.layers}:
-                continue
-            try:
-                pack = open_pack(path, folders=folders, source=source)
-            except PackError as error:
+    for path in candidates:
+        try:
+            index = read_part(path)
+        except PackError as error:
+            # Whose pack it is cannot be told: it matters only if it has our name.
+            if packed.digest[:12] in path.name:
                 problem = problem or error
-                continue
-            if match is Match.UNSURE and differs(source, pack, Reporter(progress, cancel)):
-                _log.warning("%s: the model has changed since this pack was built", path)
-                continue
-            write_stamps(pack.parts, stamp)
-            return pack
+            continue
+        match = compare(index, packed, stamp)
+        if match is Match.OTHER or index.part != 0:
+            continue
+        if wanted is not None and not wanted <= {one.layer for one in index.shape.layers}:
+            continue
+        try:
+            pack = open_pack(path, folders=folders, source=source)
+        except PackError as error:
+            problem = problem or error
+            continue
+        if match is Match.UNSURE and differs(source, pack, Reporter(progress, cancel)):
+            write_changed(pack.parts, stamp)
+            match = Match.CHANGED
+        if match is Match.CHANGED:
+            _log.warning("%s: the model has changed since this pack was built", path)
+            continue
+        write_stamps(pack.parts, stamp)
+        return pack
     if problem is not None:
         raise problem
     return None
@@ -163,9 +171,6 @@ def _found(
     """A good pack; None also if `build_pack` is to look at what is there, and say what is wrong."""
     try:
         return find_pack(source, pack_dirs, layers=direct.layers, progress=progress, cancel=cancel)
-    except PackCorruptError as error:
-        _log.debug("%s", error)
-        return None
     except PackError as error:
         if cancel is not None and cancel.is_set():
             raise
