@@ -87,13 +87,22 @@ def build(source: Path, folder: Path) -> float:
     return float(build_pack(source, [folder], layers=range(N_LAYERS)).payload_bytes)
 
 
-async def read_objects(experts: ExpertSource, keys: list[ExpertKey], depth: int) -> float:
-    """Read objects through the reader, `2 * depth` landing buffers in turn."""
+def landing_buffers(n: int, n_bytes: int) -> list[memoryview]:
+    """Memory that exists already, as a runtime's does."""
+    buffers = [memoryview(mmap.mmap(-1, n_bytes)) for _ in range(n)]
+    for buffer in buffers:
+        buffer[:] = bytes(n_bytes)
+    return buffers
+
+
+async def read_objects(
+    experts: ExpertSource, keys: list[ExpertKey], depth: int, buffers: list[memoryview]
+) -> float:
+    """Read objects through the reader, landing in `buffers` in turn."""
     reader = ThreadReader(
         experts.paths, counters=Counters(), queue_depth=depth, alignment=experts.alignment
     )
-    n_bytes = max(experts.max_landing_bytes(layer) for layer in experts.layers)
-    free = [memoryview(mmap.mmap(-1, n_bytes)) for _ in range(2 * depth)]
+    free = list(buffers)
     wanted = iter(keys)
     left = len(keys)
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -113,7 +122,7 @@ async def read_objects(experts: ExpertSource, keys: list[ExpertKey], depth: int)
         if not left:
             ended.set_result(None)
 
-    for _ in range(2 * depth):
+    for _ in range(len(buffers)):
         submit()
     await ended
     await reader.aclose()
@@ -186,11 +195,15 @@ def bench(work: Path, args: argparse.Namespace) -> dict[str, Any]:
     reads: dict[str, list[Row]] = {"pack": [], "direct GGUF": [], "fio": []}
     with open_source(model) as source:
         direct = GgufExperts(source, range(N_LAYERS))
+        largest = max(e.max_landing_bytes(0) for e in (pack, direct))
+        buffers = landing_buffers(2 * args.depth, largest)
         for _ in range(args.rounds):
             for name, experts in (("pack", pack), ("direct GGUF", direct)):
                 reads[name].append(
                     measured(
-                        lambda experts=experts: asyncio.run(read_objects(experts, keys, args.depth))
+                        lambda experts=experts: asyncio.run(
+                            read_objects(experts, keys, args.depth, buffers)
+                        )
                     )
                 )
             reads["fio"].append(

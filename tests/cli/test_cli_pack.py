@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from aprefetch.cli.main import main
+from aprefetch.storage.pack.lock import pack_lock
 
 NAME = "tiny-deepseek4-mxfp4"
 ID = "671133f705cf"
@@ -163,3 +170,28 @@ def test_models_that_cannot_be_run_are_refused_before_anything_is_written(
     assert code == 1
     assert "not supported" in err
     assert [p.name for p in tmp_path.iterdir()] == ["x.gguf"]
+
+
+def open_files(pid: int) -> list[str]:
+    found = []
+    for fd in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    return found
+
+
+def test_ctrl_c_while_another_process_builds(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    lock = out / f"{NAME}-{ID}.pack.gguf.lock"
+    with pack_lock(lock, lambda: None):
+        command = [sys.executable, "-m", "aprefetch", "pack", str(model), "-o", str(out)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            while str(lock) not in open_files(child.pid):
+                assert child.poll() is None
+                time.sleep(0.01)
+            child.send_signal(signal.SIGINT)
+            _, err = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert b"Traceback" not in err
+    assert list(out.iterdir()) == []
