@@ -55,7 +55,8 @@ class StepTimeline:
     """Where the time of one step went.
 
     `spans` are (layer, name, start, duration), times in nanoseconds from the step's start; names
-    are attention (up to the router), shared (expert), experts, wait (for experts) and head.
+    are attention (up to the router), lookahead, shared (expert), experts, wait (for experts) and
+    head.
     """
 
     n_rows: int
@@ -145,11 +146,11 @@ class StepRunner:
                     if self._recorder is not None:
                         self._record(self._recorder, call, dense_ns)
                     demand = self._coordinator.demand(call.layer, call.experts)
-                    await self._guess(call)
                     continue
                 assert demand is not None
                 if self._recorder is not None:
                     self._recorder.times(shared_ns=time.perf_counter_ns() - segment_ns)
+                await self._guess(call)
                 await self._finish(call, demand)
                 for expert, error in demand.failed.items():
                     for row in call.fail(expert):
@@ -168,6 +169,8 @@ class StepRunner:
                     self._coordinator.end_layer(layer)
         self._counters.steps += 1
         end_ns = time.perf_counter_ns()
+        if self._lookahead is not None:
+            self._lookahead.end_step(end_ns - start_ns)
         self.last_step = StepTimeline(
             n_rows,
             end_ns - start_ns,
@@ -199,11 +202,17 @@ class StepRunner:
         if self._lookahead is None:
             return
         self._lookahead.observe(call.layer, call.experts)
-        lookahead, layer, streams = self._lookahead, call.layer, call.streams
+        lookahead = self._lookahead
         start_ns = time.perf_counter_ns()
-        guesses = await self._compute(
-            self._layer_bytes * call.n_rows // 8, lambda: lookahead.predict(layer, streams)
-        )
+
+        def predict() -> list[tuple[int, list[int]]]:
+            lookahead.learn(call.layer, call.ranked)
+            streams = call.streams if call.ahead is None else call.ahead()
+            return lookahead.predict(call.layer, streams, call.x, call.ids)
+
+        guesses = await self._compute(self._layer_bytes * call.n_rows // 8, predict)
+        layer = call.layer
+        self._spans.append((layer, "lookahead", start_ns, time.perf_counter_ns()))
         if self._settled:
             await self._coordinator.settled()
         for target, experts in guesses:

@@ -68,7 +68,7 @@ def test_in_a_browser(server, client, asked, tmp_path) -> None:
     assert re.search(rf'id="model"[^>]*>{MODEL}<', page)
     assert page.count("<rect") > 8
     assert re.search(r'id="step-about"[^>]*>1 token in [\d.]+ ms<', page)
-    assert re.search(r'id="vram"[^>]*>[\d.]+ \wB of [\d.]+ \wB<', page)
+    assert re.search(r'id="vram"[^>]*>[\d.]+ \wB / [\d.]+ \wB<', page)
     assert re.search(r"<td>generate</td><td>running</td>", page)
     assert re.search(r'id="problem" role="alert"( style="display: none;")?></div>', page)
     assert "CONSOLE" not in done.stderr, done.stderr
