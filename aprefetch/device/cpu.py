@@ -35,8 +35,9 @@ T = TypeVar("T")
 INLINE_COPY_BYTES = 256 * 1024
 """A copy up to this size takes some 50 us: less than the way to another thread and back."""
 
-INLINE_COMPUTE_COST = 512 * 1024
-"""Weight bytes times rows that the slowest kernel gets through in well under a millisecond."""
+INLINE_COMPUTE_COST = 3 * 512 * 1024
+"""Weight bytes times rows that the slowest compiled kernel (4 bytes per ns) gets through in well
+under a millisecond. The way to another thread and back takes 100 to 200 us."""
 
 
 class CpuHostArena:

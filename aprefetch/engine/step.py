@@ -18,6 +18,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from aprefetch.device.base import Device
+from aprefetch.engine.segments import SegmentCosts
 from aprefetch.errors import AprefetchError
 from aprefetch.models.base import Chunk, Model
 from aprefetch.models.moe import RoutedCall
@@ -94,7 +95,7 @@ class StepRunner:
         self._recorder = recorder
         self._settled = settled
         info = model.info
-        self._layer_bytes = max(1, info.dense_bytes // max(1, info.n_layers))
+        self._costs = SegmentCosts(info)
         self._announced: dict[int, set[int]] = {layer: set() for layer in info.token_routed_layers}
         self._yielded_ns = 0
         self._spans: list[tuple[int, str, int, int]] = []  # of the step at hand; clock times
@@ -123,8 +124,9 @@ class StepRunner:
             self.announce(chunk.token_ids)
         errors: list[AprefetchError | None] = [None] * len(chunks)
         owner = np.repeat(np.arange(len(chunks)), [len(chunk.token_ids) for chunk in chunks])
-        segment_cost = self._layer_bytes * n_rows
         forward = self._model.forward(chunks)
+        costs, advance = self._costs, lambda: _advance(forward)
+        call: RoutedCall | None = None
         start_ns = self._yielded_ns = time.perf_counter_ns()
         demand: Demand | None = None
         spans = self._spans = []
@@ -133,7 +135,7 @@ class StepRunner:
         try:
             while True:
                 segment_ns = time.perf_counter_ns()
-                call, logits = await self._compute(segment_cost, lambda: _advance(forward))
+                call, logits = await self._compute(costs.after(call) * n_rows, advance)
                 self._note_segment(call, segment_ns)
                 if call is None:
                     break
@@ -210,7 +212,7 @@ class StepRunner:
             streams = call.streams if call.ahead is None else call.ahead()
             return lookahead.predict(call.layer, streams, call.x, call.ids)
 
-        guesses = await self._compute(self._layer_bytes * call.n_rows // 8, predict)
+        guesses = await self._compute(self._costs.guess * call.n_rows, predict)
         layer = call.layer
         self._spans.append((layer, "lookahead", start_ns, time.perf_counter_ns()))
         if self._settled:
