@@ -105,6 +105,21 @@ async def test_concurrent_and_cancelled_requests_do_not_share_state(model):
         assert await run(rt, PROMPTS[0]) == alone[0]
 
 
+async def test_chat_by_the_built_in_template(tmp_path):
+    path = write_kimi(tmp_path / "m.gguf", CONFIGS["k3"])[0]
+    messages = [{"role": "user", "content": "hello there"}]
+    async with aprefetch.Runtime.open(path) as rt:
+        assert rt.answer_format.notation == "xtml"
+        done = await rt.generate(messages, max_tokens=4, temperature=0, ignore_eos=True)
+        assert done.template == "builtin:kimi-k3"
+        assert done.prompt is not None
+        assert done.prompt.endswith("<|open|>think<|sep|>")
+        markers = {rt.tokenizer.token_id(m) for m in ("<|open|>", "<|sep|>", "<|end_of_msg|>")}
+        assert markers <= set(done.prompt_token_ids)
+        assert rt.tokenizer.token_id("<|end_of_msg|>") in rt.tokenizer.eog_ids
+        assert rt.tokenizer.bos_id not in done.prompt_token_ids
+
+
 def payload(experts, key) -> list[bytes]:
     """The bytes of one object, role by role, as its read plan finds them."""
     plan = experts.read_plan(key)
