@@ -217,7 +217,8 @@ class LookaheadConfig:
     Args:
         mode: "off" evaluates no early router and issues no guess.
         depth: How many layers ahead, 0 to 8; 0 is off.
-        width: Experts guessed per row; None is the layer's own top-k.
+        width: Experts guessed per row; None lets the runtime choose by what guesses bring, up to
+            three times the layer's top-k, none where they don't pay.
         max_experts: Most experts guessed per layer over all rows; None is twice the width for one
             row and one more width for each further row.
         max_rows: Rows whose scores are looked at; of longer chunks only some rows are.

@@ -53,6 +53,7 @@ from aprefetch.loading import (
 )
 from aprefetch.models.base import ModelInfo
 from aprefetch.pipeline.coordinator import Coordinator
+from aprefetch.pipeline.correction import load_corrections, path_beside
 from aprefetch.pipeline.lookahead import Lookahead, RoutedLayer
 from aprefetch.pipeline.reader import ThreadReader
 from aprefetch.plan import Examined, Plan, examine
@@ -60,6 +61,7 @@ from aprefetch.prompts import Encoded, Prompt, PromptEncoder
 from aprefetch.report import RunReport
 from aprefetch.routing_trace import RoutingRecorder, RoutingTrace
 from aprefetch.stats import Counters, Stats
+from aprefetch.storage.experts import ExpertSource
 from aprefetch.text.answer import AnswerFormat, answer_format
 from aprefetch.text.detokenizer import Detokenizer
 from aprefetch.text.tokenizer import Tokenizer
@@ -241,7 +243,7 @@ class Runtime:
         self._runner = StepRunner(
             loaded.model,
             self._coordinator,
-            self._lookahead(config),
+            await asyncio.to_thread(self._lookahead, config, examined.experts),
             device,
             self._counters,
             self._tracer,
@@ -273,15 +275,24 @@ class Runtime:
     def _examine(self) -> Examined:
         return examine(self._path, self._given_config, **self._options)
 
-    def _lookahead(self, config: RuntimeConfig) -> Lookahead | None:
+    def _lookahead(self, config: RuntimeConfig, experts: ExpertSource) -> Lookahead | None:
         if not config.lookahead.is_on:
             return None
         info = self.model_info
         layers = {
-            layer: RoutedLayer(info.n_experts, info.num_experts_per_tok)
+            layer: RoutedLayer(
+                info.n_experts, info.num_experts_per_tok, experts.layers[layer].payload_bytes
+            )
             for layer in info.routed_layers
         }
-        return Lookahead(self._model.early_routers, layers, config.lookahead, self._counters)
+        corrections = load_corrections(path_beside(self.plan.path), self._device.name)
+        return Lookahead(
+            self._model.early_routers,
+            layers,
+            config.lookahead,
+            self._counters,
+            corrections=corrections,
+        )
 
     async def aclose(self) -> None:
         """End all requests, drain reads, free memory. Idempotent; any task may call it.

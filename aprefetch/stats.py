@@ -23,6 +23,7 @@ class Counters:
     io_retries: int = 0  # reads tried again (EIO, interrupted)
     short_reads: int = 0  # reads that were continued
     reads: int = 0  # positional reads issued
+    read_busy_ns: int = 0  # time with an object's read in flight, overlaps counted once
     bytes_read: int = 0  # bytes that arrived, alignment slack included
     max_in_flight: int = 0  # most reads in flight at one time
     duplicate_reads: int = 0  # an object read while it was already being read; must stay 0
@@ -39,6 +40,7 @@ class Counters:
     guesses_useful: int = 0
     guesses_wasted: int = 0
     guesses_dropped: int = 0  # wishes refused before any byte moved (no room, already there)
+    guesses_off: int = 0  # steps without a guess: none paid, or none was needed
     predicted: int = 0  # experts predicted by early routers
     predicted_right: int = 0  # of these, picked by the router
     picked: int = 0  # experts picked by routers in layers that had a prediction
@@ -68,6 +70,7 @@ class Stats:
     io_retries: int
     short_reads: int
     reads: int
+    read_busy_ns: int
     bytes_read: int
     max_in_flight: int
     duplicate_reads: int
@@ -84,6 +87,7 @@ class Stats:
     guesses_useful: int
     guesses_wasted: int
     guesses_dropped: int
+    guesses_off: int
     predicted: int
     predicted_right: int
     picked: int

@@ -49,6 +49,7 @@ class Setting:
     guesses: Guesses = "trace"
     depth: int = 1
     width: int | None = None
+    adaptive: bool = False  # the product's own pace; else as wide as the trace or `width`
     guess_share: float = 0.25
     gbps: float = 7.0
     latency_s: float = 80e-6
@@ -205,7 +206,10 @@ def _lookahead(
     if setting.guesses == "off" or setting.depth == 0:
         return None
     meta = trace.meta
-    layers = {n: RoutedLayer(meta["n_experts"], meta["num_experts_per_tok"]) for n in trace.layers}
+    layers = {
+        n: RoutedLayer(meta["n_experts"], meta["num_experts_per_tok"], meta["object_bytes"][str(n)])
+        for n in trace.layers
+    }
     picks = (
         [(int(c["layer"]), trace.picked(i)["expert"].tolist()) for i, c in enumerate(trace.calls)]
         if setting.guesses != "trace"
@@ -225,7 +229,9 @@ def _lookahead(
     token_routed = set(meta["token_routed_layers"])
     routers = {n: router for n in trace.layers if n not in token_routed}
     options = LookaheadConfig(
-        depth=setting.depth, width=setting.width, max_experts=meta["n_experts"]
+        depth=setting.depth,
+        width=setting.width,
+        max_experts=None if setting.adaptive else meta["n_experts"],
     )
     return Lookahead(routers, layers, options, counters, strategy=strategy)
 
@@ -345,6 +351,7 @@ def main() -> int:
         guesses=args.guesses,
         depth=args.depth,
         width=args.width,
+        adaptive=args.adaptive,
         gbps=args.gbps,
         latency_s=args.latency_us / 1e6,
         queue_depth=args.queue_depth,
@@ -375,6 +382,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--guesses", choices=("trace", "perfect", "wrong", "off"), default="trace")
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--width", type=int, help="most guesses per layer and row")
+    parser.add_argument("--adaptive", action="store_true", help="the runtime's own widths")
     parser.add_argument("--gbps", type=float, default=7.0, help="drive, 1e9 bytes/s")
     parser.add_argument("--latency-us", type=float, default=80.0)
     parser.add_argument("--queue-depth", type=int, default=8)

@@ -336,6 +336,9 @@ class _Call:
     spend: Callable[[float], None]
     cost: int = 0
     finishing: bool = False
+    ahead: None = None
+    ranked: None = None
+    x: None = None
     streams: torch.Tensor = field(default_factory=lambda: torch.empty(1, 0))
 
     def run(self, arena: Any, leases: Sequence[Any]) -> None:

@@ -173,6 +173,8 @@ class StepRunner:
         end_ns = time.perf_counter_ns()
         if self._lookahead is not None:
             self._lookahead.end_step(end_ns - start_ns)
+        else:
+            self._counters.guesses_off += 1
         self.last_step = StepTimeline(
             n_rows,
             end_ns - start_ns,

@@ -11,6 +11,7 @@ Next-token (MTP) blocks are recognised by `nextn_predict_layers` and left unread
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
 
 import numpy as np
@@ -99,19 +100,23 @@ class _FeedForward:
         """What the router ranks experts by, `[T, E]`."""
         return ops.early_scores(ops.linear(v, self.router), self.bias)
 
-    def route(self, ops: Ops, v: Tensor, token_ids: npt.NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        """Ids `[T, K]` and weights `[T, K]`."""
+    def route(
+        self, ops: Ops, v: Tensor, token_ids: npt.NDArray[np.int64]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids `[T, K]`, weights `[T, K]`, and the router's scores `[T, E]`."""
         args, chosen = self._args, None
         if self.table is not None:
             chosen = torch.from_numpy(self.table[token_ids]).to(v.device)
-        return ops.route(
-            ops.linear(v, self.router),
+        scores = ops.linear(v, self.router)
+        ids, weights = ops.route(
+            scores,
             self.bias,
             chosen,
             args.num_experts_per_tok,
             normalise=args.normalise_weights,
             scale=args.routed_scale,
         )
+        return ids, weights, scores
 
     def call(self, ops: Ops, v: Tensor, ids: Tensor, streams: Tensor) -> RoutedCall:
         return RoutedCall(
@@ -278,10 +283,13 @@ class DeepseekV4:
             y = block.attention(ops, u, spans, *(scaled if args.ratios[i] else plain))
             streams = ops.hc_leave(y, streams, post, comb)
             v, post, comb = block.hc_ffn.enter(ops, streams)
-            ids, weights = block.ffn.route(ops, v, token_ids)
+            ids, weights, scores = block.ffn.route(ops, v, token_ids)
             call = block.ffn.call(ops, v, ids, streams)
+            if block.ffn.table is None:
+                call.ranked = functools.partial(ops.early_scores, scores, block.ffn.bias)
             yield call
             shared = block.ffn.shared(ops, v)
+            call.ahead = functools.partial(ops.hc_leave, shared, streams, post, comb)
             call.finishing = True
             yield call
             y = call.total(weights) + shared

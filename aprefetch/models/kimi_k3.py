@@ -9,6 +9,7 @@ space. Formulas follow llama.cpp's evaluation in float32 (no rounding of activat
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Mapping, Sequence
 
 import numpy as np
@@ -78,8 +79,9 @@ class _Experts:
 
     def __call__(self, ops: Ops, x: Tensor, streams: Tensor) -> Generator[RoutedCall, None, Tensor]:
         args = self._args
+        scores = ops.linear(x, self.router)
         ids, weights = ops.route_sigmoid(
-            ops.linear(x, self.router),
+            scores,
             self.bias,
             args.num_experts_per_tok,
             normalise=args.normalise_weights,
@@ -97,6 +99,7 @@ class _Experts:
             streams=streams,
             activation=args.activation,
         )
+        call.ranked = functools.partial(ops.sigmoid_scores, scores, self.bias)
         yield call
         shared = None if self.shared is None else self.shared(ops, x)
         call.finishing = True

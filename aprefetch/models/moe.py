@@ -7,7 +7,7 @@ change a bit of the result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -42,6 +42,7 @@ class RoutedCall:
         "_order",
         "_starts",
         "activation",
+        "ahead",
         "experts",
         "finishing",
         "ids",
@@ -51,6 +52,7 @@ class RoutedCall:
         "n_rows",
         "ops",
         "parts",
+        "ranked",
         "streams",
         "top_k",
         "x",
@@ -79,6 +81,11 @@ class RoutedCall:
         self.limit = limit
         self.activation = activation
         self.streams = streams
+        self.ahead: Callable[[], Tensor] | None = None
+        """Once finishing: the streams as they will be but for the routed experts' part, which is
+        not known yet. A better state to guess from than `streams`. None where there is none."""
+        self.ranked: Callable[[], Tensor] | None = None
+        """What the router ranked by, `[T, E]`: the truth that guesses for this layer aimed at."""
         self.finishing = False
         self.ids: npt.NDArray[np.int32] = ids.cpu().numpy()
         self.n_rows, self.top_k = self.ids.shape

@@ -1,24 +1,39 @@
 """Stage 1: guesses about the experts of the next layers, from the routers themselves.
 
-After the streams of layer n are known, the routers of layers n+1..n+depth are evaluated on them as
-they are. What a guess names can only move bytes; the math never sees it. The lookahead owns the
-predictions until their layer is observed, and counts how many were right.
+After the streams of layer n are known (but for its routed experts' part), the routers of layers
+n+1..n+depth are evaluated on them. Two things mend the scores: what they were short of on average
+over the last tokens (`drift`, learned while running, from what each router said in the end), and,
+where there is a file of them, fitted corrections. How many guesses are issued is the `Pace`'s
+choice unless a width is given. What a guess names can only move bytes; the math never sees it. The
+lookahead owns the predictions until their layer is observed, and counts how many were right.
 
-`predict` may run on the compute thread and writes no counter; everything else belongs to the loop's
-thread. The two never run at the same time for one lookahead.
+`predict` and `learn` may run on the compute thread and write no counter; everything else belongs to
+the loop's thread. The two never run at the same time for one lookahead.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from aprefetch.config import LookaheadConfig
+from aprefetch.pipeline.correction import Correction
+from aprefetch.pipeline.pace import Pace
 from aprefetch.stats import Counters
+
+log = logging.getLogger(__name__)
+
+RANKS = 3
+"""Experts ranked of a single row, in top-k."""
+
+DRIFT_WEIGHT = 0.1  # of the newest token in what predictions are short of
 
 __all__ = [
     "BestScores",
@@ -36,6 +51,7 @@ class RoutedLayer(NamedTuple):
 
     n_experts: int
     top_k: int
+    object_bytes: int = 0
 
 
 class Strategy(Protocol):
@@ -58,11 +74,17 @@ class BestScores:
     """
 
     def __init__(
-        self, layers: Mapping[int, RoutedLayer], width: int | None = None, many_rows: int = 8
+        self,
+        layers: Mapping[int, RoutedLayer],
+        width: int | None = None,
+        many_rows: int = 8,
+        *,
+        one_row_factor: int = 1,
     ) -> None:
         self._layers = layers
         self._width = width
         self._many_rows = many_rows
+        self._one_row_factor = one_row_factor  # ranks of a single row, over its width
 
     def guess(self, layer: int, scores: Tensor) -> list[int]:
         """See `Strategy`."""
@@ -71,7 +93,7 @@ class BestScores:
         # A stable sort: which of equal scores `topk` takes is not specified.
         values, ids = scores.sort(dim=1, descending=True, stable=True)
         if n_rows == 1:
-            first: list[int] = ids[0, :width].tolist()
+            first: list[int] = ids[0, : width * self._one_row_factor].tolist()
             return first
         best: dict[int, float] = {}
         votes: Counter[int] = Counter()
@@ -170,6 +192,7 @@ class Lookahead:
         options: Depth, width, limits, off switch.
         counters: `predicted`, `predicted_right`, `picked` are written here.
         strategy: Stands in for `BestScores`.
+        corrections: By target layer, see `aprefetch.pipeline.correction`.
     """
 
     def __init__(
@@ -180,21 +203,41 @@ class Lookahead:
         counters: Counters,
         *,
         strategy: Strategy | None = None,
+        corrections: Mapping[int, Correction] | None = None,
     ) -> None:
         self._routers = routers
         self._layers = layers
         self._options = options
         self._counters = counters
-        self._strategy = strategy or BestScores(layers, options.width)
-        # layer -> the layer whose streams were looked at -> experts
-        self._pending: dict[int, dict[int, list[int]]] = {}
+        self.pace: Pace | None = None
+        """Chooses widths; None where a width is given."""
+        if options.width is None and options.max_experts is None:
+            self.pace = Pace(counters, len(layers))
+        self._strategy = strategy or BestScores(
+            layers, options.width, one_row_factor=RANKS if self.pace else 1
+        )
+        self._corrections = dict(corrections or {})
+        # layer -> the layer whose streams were looked at -> experts issued, all that were ranked
+        self._pending: dict[int, dict[int, tuple[list[int], list[int]]]] = {}
+        self._scored: dict[int, dict[int, Tensor]] = {}  # likewise: scores `[T, E]`
+        self._drift: dict[tuple[int, int], Tensor] = {}  # (looked at, layer) -> `[E]`
+        self._n_learned: Counter[tuple[int, int]] = Counter()
+        self._n_issued = 0
 
-    def predict(self, layer: int, streams: Tensor) -> list[tuple[int, list[int]]]:
+    def predict(
+        self,
+        layer: int,
+        streams: Tensor,
+        x: Tensor | None = None,
+        ids: npt.NDArray[np.int32] | None = None,
+    ) -> list[tuple[int, list[int]]]:
         """Guesses for layers `layer + 1 .. layer + depth`, the nearest first, likeliest first.
 
         Args:
             layer: The layer that `streams` enter.
             streams: `[T, S, D]`, or what the routers take; rows first.
+            x: `[T, D]` what the layer's experts read, for corrections.
+            ids: `[T, K]` what it picked, likewise.
 
         With the lookahead off no router is evaluated and the list is empty.
         """
@@ -203,7 +246,8 @@ class Lookahead:
             return []
         targets = [n for n in range(layer + 1, layer + options.depth + 1) if n in self._routers]
         n_rows = streams.shape[0]
-        if not targets or n_rows == 0:
+        pace = self.pace
+        if not targets or n_rows == 0 or (pace is not None and pace.is_asleep):
             return []
         looked_at = streams
         if n_rows > options.max_rows:  # most experts will be wanted anyway: a sample will do
@@ -211,11 +255,62 @@ class Lookahead:
         out = []
         for target in targets:
             scores = self._routers[target](looked_at)
-            experts = self._strategy.guess(target, scores.cpu())[: self._limit(target, n_rows)]
-            self._pending.setdefault(target, {})[layer] = experts
+            correct = self._corrections.get(target) if target == layer + 1 else None
+            if correct is not None and x is not None and ids is not None and n_rows == len(scores):
+                scores = self._corrected(correct, scores, x, ids, target)
+            if scores.shape[1]:
+                self._scored.setdefault(target, {})[layer] = scores
+            drift = self._drift.get((layer, target))
+            if drift is not None:
+                scores = scores + drift
+            ranked = self._strategy.guess(target, scores.cpu())
+            experts = ranked[: self._width(layer, target, n_rows, len(ranked))]
+            self._pending.setdefault(target, {})[layer] = (experts, ranked if n_rows == 1 else [])
+            self._n_issued += len(experts)
             if experts:
                 out.append((target, experts))
         return out
+
+    def _corrected(
+        self,
+        correct: Correction,
+        scores: Tensor,
+        x: Tensor,
+        ids: npt.NDArray[np.int32],
+        target: int,
+    ) -> Tensor:
+        if not correct.fits(x.shape[1], scores.shape[1]):
+            log.warning("the lookahead correction of layer %d is left out: other sizes", target)
+            del self._corrections[target]
+            return scores
+        return scores + correct(x, torch.from_numpy(ids.astype(np.int64)).to(x.device))
+
+    def learn(self, layer: int, ranked: Callable[[], Tensor] | None) -> None:
+        """Compare what was predicted for `layer` with what its router ranks by, `[T, E]`."""
+        seen = self._scored.pop(layer, None)
+        if seen is None or ranked is None:
+            return
+        truth = ranked()
+        if truth.shape[0] > self._options.max_rows:
+            rows = _spread(truth.shape[0], self._options.max_rows).to(truth.device)
+            truth = truth[rows]
+        for source, scores in seen.items():
+            if scores.shape != truth.shape:
+                continue
+            short = (truth - scores).mean(0)
+            key = (source, layer)
+            self._n_learned[key] += 1
+            old = self._drift.get(key)
+            if old is None:
+                self._drift[key] = short
+            else:
+                old += (short - old) * max(DRIFT_WEIGHT, 1 / self._n_learned[key])
+
+    def end_step(self, wall_ns: int) -> None:
+        """A step is complete."""
+        if self.pace is not None and self._options.is_on:
+            self.pace.end_step(wall_ns, self._n_issued)
+        self._n_issued = 0
 
     def observe(self, layer: int, picked: Sequence[int]) -> None:
         """The router of `layer` picked these experts (unique, all rows together)."""
@@ -225,7 +320,11 @@ class Lookahead:
         predictions = self._pending.pop(layer, None)
         if predictions is None:
             return
-        predicted = {expert for experts in predictions.values() for expert in experts}
+        predicted = {expert for experts, _ in predictions.values() for expert in experts}
+        if self.pace is not None:
+            chosen = set(picked)
+            for source, (_, ranked) in predictions.items():
+                self.pace.saw(layer, layer - source, ranked, chosen, self._layers[layer].top_k)
         self._counters.predicted += len(predicted)
         self._counters.predicted_right += len(predicted.intersection(picked))
         self._counters.picked += len(picked)
@@ -233,6 +332,19 @@ class Lookahead:
     def forget(self) -> None:
         """Drop predictions whose layers will not be observed: the step was given up."""
         self._pending.clear()
+        self._scored.clear()
+
+    def _width(self, source: int, target: int, n_rows: int, n_ranked: int) -> int:
+        """How many of the ranked experts to name."""
+        limit = self._limit(target, n_rows)
+        if self.pace is None or n_rows > 1:
+            return limit
+        sizes = self._layers[target]
+        width = self.pace.width(target, target - source, n_ranked, sizes.top_k)
+        if sizes.object_bytes and self.pace.bytes_per_layer is not None:
+            most = (target - source) * self.pace.bytes_per_layer / sizes.object_bytes
+            width = min(width, max(1, int(most)))
+        return width
 
     def _limit(self, layer: int, n_rows: int) -> int:
         sizes, options = self._layers[layer], self._options

@@ -63,6 +63,7 @@ class Movement:
         self._tracer = tracer
         self._guess_share = guess_share
         self._trust = GuessTrust()
+        self._busy_until_ns = 0  # end of the latest read
         self._host = device.alloc_host(max(tiers.landing_bytes, 1), experts.alignment)
         self._arena: Tensor | None = device.alloc_slots(max(tiers.device_bytes, 1))
         self._uploader: Uploader | None = Uploader(
@@ -242,6 +243,10 @@ class Movement:
         slot, pool = entry.landing, entry.lane.landing
         assert slot is not None
         self._n_moving -= 1
+        if job.start_ns:
+            busy_from = max(job.start_ns, self._busy_until_ns)
+            self._counters.read_busy_ns += max(0, job.end_ns - busy_from)
+            self._busy_until_ns = max(job.end_ns, self._busy_until_ns)
         entry.job = None
         entry.stage = Stage.IDLE
         pool.n_unavailable -= 1
