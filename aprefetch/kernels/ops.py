@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from aprefetch.kernels.fused import AttentionInputs, Queries, StackedWeights
 from aprefetch.quant.base import QuantTensor
 from aprefetch.types import LayerLayout
 
@@ -305,6 +306,46 @@ class Ops(Protocol):
     def sigmoid_scores(self, scores: Tensor, bias: Tensor) -> Tensor:
         """What `route_sigmoid` ranks by: `sigmoid(scores) + bias` -> `[T, E]`."""
         ...
+
+    # Stages of several operations; `aprefetch.kernels.fused.FusedOps` composes and describes them.
+
+    def stacked_linear(self, x: Tensor, stack: StackedWeights) -> list[Tensor]: ...
+
+    def attention_inputs(
+        self, u: Tensor, weights: AttentionInputs, cos: Tensor, sin: Tensor
+    ) -> Queries: ...
+
+    def attention_output(
+        self,
+        heads: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        w_low: QuantTensor,
+        w_out: QuantTensor,
+        n_groups: int,
+    ) -> Tensor: ...
+
+    def gated_mlp(
+        self, x: Tensor, gate_up: StackedWeights, down: QuantTensor, limit: float
+    ) -> Tensor: ...
+
+    def hc_pass(
+        self,
+        y: Tensor,
+        streams: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        fn: QuantTensor,
+        scale: Tensor,
+        base: Tensor,
+        norm: Tensor,
+        *,
+        eps: float,
+        hc_eps: float,
+        n_iterations: int,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+    def sum_experts_and(self, parts: Tensor, weights: Tensor, shared: Tensor) -> Tensor: ...
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised tensor on the ops' device."""

@@ -20,10 +20,15 @@ from torch import Tensor
 
 from aprefetch.errors import InvalidRequestError, ModelError
 from aprefetch.kernels.cpu import attention, experts, layers
+from aprefetch.kernels.cpu.fast_stages import CompiledStages
 from aprefetch.kernels.cpu.reference import ReferenceOps
 from aprefetch.kernels.cpu.reference_kimi import KimiReferenceOps, experts_one_by_one
+from aprefetch.kernels.cpu.tensors import flat as _flat
+from aprefetch.kernels.cpu.tensors import ids as _ids
+from aprefetch.kernels.cpu.tensors import new as _new
+from aprefetch.kernels.cpu.tensors import wrong as _wrong
 from aprefetch.kernels.ops import Situ
-from aprefetch.quant import dequantize, row_bytes
+from aprefetch.quant import row_bytes
 from aprefetch.quant.base import QuantTensor
 from aprefetch.types import ROLES, LayerLayout
 
@@ -32,42 +37,11 @@ __all__ = ["NumbaOps"]
 _f32 = torch.float32
 _empty_like = torch.empty_like
 _linear, _experts = experts.linear, experts.experts
-_templates: dict[tuple[int, ...], Tensor] = {}
-_MAX_TEMPLATES = 4096
 
 _SPLIT_COST = 4 << 20
 """Weight bytes times rows above which a call is worth a hand-over to other threads (50 us)."""
 
 _MAX_THREADS = 16
-
-
-def _flat(x: Tensor) -> Tensor:
-    """`x` as kernels want it: contiguous float32. Costs nothing when it is so already."""
-    if x.dtype is not _f32 or not x.is_contiguous():
-        return x.to(_f32).contiguous()
-    return x
-
-
-def _ids(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if x.dtype is not dtype or not x.is_contiguous():
-        return x.to(dtype).contiguous()
-    return x
-
-
-def _new(*shape: int) -> Tensor:
-    """An uninitialised float32 tensor; `empty_like` costs half of `empty` with a type."""
-    template = _templates.get(shape)
-    if template is None:
-        if len(_templates) >= _MAX_TEMPLATES:
-            _templates.clear()
-        # One number seen in all places: it has the shape and no memory to speak of.
-        template = torch.empty((), dtype=_f32, device="cpu").expand(shape)
-        _templates[shape] = template
-    return _empty_like(template)
-
-
-def _wrong(name: str, got: object, wanted: object) -> ValueError:
-    return ValueError(f"{name}: got {got}, expected {wanted}")
 
 
 def _started_pool(n_threads: int) -> ThreadPoolExecutor:
@@ -80,7 +54,7 @@ def _started_pool(n_threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-class NumbaOps(KimiReferenceOps):
+class NumbaOps(CompiledStages, KimiReferenceOps):
     """See `aprefetch.kernels.ops.Ops` for shapes and meaning."""
 
     name = "numba"
@@ -88,15 +62,15 @@ class NumbaOps(KimiReferenceOps):
 
     def __init__(self, n_threads: int | None = None) -> None:
         """Args: n_threads: threads that share one large call; default is one per core."""
+        super().__init__()
         cores = os.cpu_count() or 1
         self.n_threads = max(1, min(n_threads or cores, _MAX_THREADS))
         self.device = torch.device("cpu")
         self._pool = _started_pool(self.n_threads - 1) if self.n_threads > 1 else None
         self._split_cost = float("inf") if self._pool is None else _SPLIT_COST
         self._plain = ReferenceOps()
-        # Both keep what they are keyed by alive, so an id is never met again with another object.
+        # Keeps the layouts alive, so an id is never met again with another object.
         self._tables: dict[int, tuple[LayerLayout, array[int], int, int]] = {}
-        self._floats: dict[int, tuple[Tensor, Tensor]] = {}
 
     def close(self) -> None:
         """End the threads; the ops go on serially."""
@@ -247,7 +221,7 @@ class NumbaOps(KimiReferenceOps):
         parts, weights = _flat(parts), _flat(weights)
         n, k, d = parts.shape
         out = _new(n, d)
-        layers.sum_experts(parts.data_ptr(), weights.data_ptr(), n, k, d, out.data_ptr())
+        layers.sum_experts(parts.data_ptr(), weights.data_ptr(), n, k, d, 0, out.data_ptr())
         return out
 
     # ---- element by element ---------------------------------------------------------------------
@@ -277,16 +251,6 @@ class NumbaOps(KimiReferenceOps):
         return out
 
     # ---- hyper-connections ----------------------------------------------------------------------
-
-    def _float_matrix(self, w: QuantTensor) -> int:
-        """Address of a small matrix in float32; other encodings are widened once and kept."""
-        if w.ggml_type == 0 and w.data.is_contiguous():
-            return w.data.data_ptr()
-        found = self._floats.get(id(w.data))
-        if found is None:
-            wide = dequantize(w.data, w.ggml_type, w.n_in).contiguous()
-            found = self._floats[id(w.data)] = (w.data, wide)
-        return found[1].data_ptr()
 
     def hc_enter(
         self,

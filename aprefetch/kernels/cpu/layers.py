@@ -29,8 +29,10 @@ __all__ = [
     "early_scores",
     "hc_enter",
     "hc_leave",
+    "inverse_rms",
     "rms_norm",
     "rope",
+    "rope_row",
     "route",
     "sum_experts",
     "swiglu",
@@ -40,7 +42,7 @@ _single = np.float32
 
 
 @inner
-def _inverse_rms(x: Any, n: Any, eps: Any) -> Any:
+def inverse_rms(x: Any, n: Any, eps: Any) -> Any:
     return _single(1.0) / math.sqrt(dot(x, x, n) / _single(n) + eps)
 
 
@@ -49,12 +51,26 @@ def rms_norm(x: Any, weight: Any, n_rows: Any, n: Any, eps: Any, out: Any) -> No
     """`n_rows` rows of n numbers; a weight address of 0 means all ones."""
     for t in range(n_rows):
         at = 4 * t * n
-        scale_span(x + at, _inverse_rms(x + at, n, _single(eps)), weight, n, out + at)
+        scale_span(x + at, inverse_rms(x + at, n, _single(eps)), weight, n, out + at)
 
 
 @kernel
 def swiglu(gate: Any, up: Any, n: Any, limit: Any, out: Any) -> None:
     swiglu_span(gate, up, n, _single(limit), out)
+
+
+@inner
+def rope_row(
+    x: Any, cos: Any, sin: Any, n_heads: Any, d: Any, n_pairs: Any, direction: Any
+) -> None:
+    """One token's heads, by its own angles."""
+    for h in range(n_heads):
+        at = x + 4 * ((h + 1) * d - 2 * n_pairs)
+        for j in range(n_pairs):
+            c, s = f32_at(cos + 4 * j), f32_at(sin + 4 * j) * direction
+            a, b = f32_at(at + 8 * j), f32_at(at + 8 * j + 4)
+            f32_put(at + 8 * j, a * c - b * s)
+            f32_put(at + 8 * j + 4, a * s + b * c)
 
 
 @kernel
@@ -65,13 +81,9 @@ def rope(
     direction = _single(sign)
     for t in range(n_tokens):
         angles = 4 * t * n_pairs
-        for h in range(n_heads):
-            at = x + 4 * ((t * n_heads + h + 1) * d - 2 * n_pairs)
-            for j in range(n_pairs):
-                c, s = f32_at(cos + angles + 4 * j), f32_at(sin + angles + 4 * j) * direction
-                a, b = f32_at(at + 8 * j), f32_at(at + 8 * j + 4)
-                f32_put(at + 8 * j, a * c - b * s)
-                f32_put(at + 8 * j + 4, a * s + b * c)
+        rope_row(
+            x + 4 * t * n_heads * d, cos + angles, sin + angles, n_heads, d, n_pairs, direction
+        )
 
 
 @inner
@@ -91,9 +103,16 @@ def _weighted_sum(weights: Any, stride: Any, n: Any, x: Any, d: Any, out: Any) -
 
 
 @kernel
-def sum_experts(parts: Any, weights: Any, n_tokens: Any, k: Any, d: Any, out: Any) -> None:
+def sum_experts(
+    parts: Any, weights: Any, n_tokens: Any, k: Any, d: Any, plus: Any, out: Any
+) -> None:
+    """The weighted sums; with an address `plus`, those numbers are added last."""
     for t in range(n_tokens):
-        _weighted_sum(weights + 4 * t * k, 4, k, parts + 4 * t * k * d, d, out + 4 * t * d)
+        to = out + 4 * t * d
+        _weighted_sum(weights + 4 * t * k, 4, k, parts + 4 * t * k * d, d, to)
+        if plus != 0:
+            for i in range(0, 4 * d, 4):
+                f32_put(to + i, f32_at(to + i) + f32_at(plus + 4 * t * d + i))
 
 
 @inner
@@ -132,7 +151,7 @@ def _normalise(x: Any, stride: Any, n: Any, eps: Any) -> None:
 @inner
 def _mixes(fn: Any, x: Any, n: Any, n_rows: Any, eps: Any, out: Any) -> None:
     """`fn` times the normed streams; the norm's factor is applied to the products."""
-    factor = _inverse_rms(x, n, eps)
+    factor = inverse_rms(x, n, eps)
     for r in range(n_rows):
         f32_put(out + 4 * r, dot(fn + 4 * r * n, x, n) * factor)
 
@@ -156,7 +175,7 @@ def hc_enter(
             f32_put(m + s, sigmoid1(f32_at(m + s) * f32_at(scale) + f32_at(base + s)) + eps2)
         if norm != 0:
             _weighted_sum(m, 4, n_streams, x, d, h)
-            scale_span(h, _inverse_rms(h, d, eps1), norm, d, out + 4 * t * d)
+            scale_span(h, inverse_rms(h, d, eps1), norm, d, out + 4 * t * d)
         else:
             _weighted_sum(m, 4, n_streams, x, d, out + 4 * t * d)
         if n_rows > n_streams:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from aprefetch.kernels.fused import FusedOps
 from aprefetch.kernels.ops import Ops, Situ
 from aprefetch.quant.base import QuantTensor
 from aprefetch.types import LayerLayout
@@ -54,7 +55,7 @@ def _softplus(x: Tensor) -> Tensor:
     return torch.where(x > _SOFTPLUS_IS_IDENTITY, x, torch.from_numpy(small))
 
 
-class KimiReferenceOps:
+class KimiReferenceOps(FusedOps):
     """See `aprefetch.kernels.ops.Ops` for shapes and meaning."""
 
     batch_invariant: bool
