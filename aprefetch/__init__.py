@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from aprefetch.engine.sampler import SamplingParams
     from aprefetch.engine.stream import TokenStream
     from aprefetch.inspection import inspect
+    from aprefetch.storage.pack import build_pack, open_pack
     from aprefetch.runtime import Runtime
     from aprefetch.stats import Stats
 
@@ -82,7 +83,9 @@ __all__ = [
     "TokenizerError",
     "UnsupportedModelError",
     "__version__",
+    "build_pack",
     "inspect",
+    "open_pack",
 ]
 
 _HOMES = {
@@ -95,7 +98,9 @@ _HOMES = {
     "Stats": "aprefetch.stats",
     "TokenEvent": "aprefetch.engine.request",
     "TokenStream": "aprefetch.engine.stream",
+    "build_pack": "aprefetch.storage.pack",
     "inspect": "aprefetch.inspection",
+    "open_pack": "aprefetch.storage.pack",
 }
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())

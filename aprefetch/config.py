@@ -29,6 +29,7 @@ __all__ = [
     "CachePolicy",
     "LookaheadConfig",
     "MemoryConfig",
+    "PackConfig",
     "PrefixConfig",
     "ReaderConfig",
     "RuntimeConfig",
@@ -211,6 +212,36 @@ class ReaderConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PackConfig:
+    """Where experts are read from.
+
+    Args:
+        mode: "auto" uses a good Expert Pack if there is one and else reads the GGUF directly;
+            "pack" builds one if there is none; "gguf" never looks for one.
+        folders: Folders where packs are looked for, before the model's own, and built; several are
+            striped over. One folder may be given as text.
+        verify: When objects are compared with their digests: not at all, some of them at the
+            opening, each when it is first read, or all at the opening.
+    """
+
+    mode: Literal["auto", "pack", "gguf"] = "auto"
+    folders: tuple[str, ...] = ()
+    verify: Literal["off", "sampled", "first_read", "full"] = "off"
+
+    def __post_init__(self) -> None:
+        checks = _Checks()
+        checks.one_of("experts", self.mode, ("auto", "pack", "gguf"))
+        checks.one_of("verify", self.verify, ("off", "sampled", "first_read", "full"))
+        given = self.folders
+        paths = (given,) if isinstance(given, str | os.PathLike) else given
+        if isinstance(paths, tuple | list) and all(isinstance(p, str | os.PathLike) for p in paths):
+            object.__setattr__(self, "folders", tuple(os.fspath(p) for p in paths))
+        else:
+            checks.problems.append(f"pack_folders must be folders, got {given!r:.60}")
+        checks.finish()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LookaheadConfig:
     """Guesses about the experts of the next layers.
 
@@ -360,6 +391,7 @@ class RuntimeConfig:
 
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     reader: ReaderConfig = field(default_factory=ReaderConfig)
+    pack: PackConfig = field(default_factory=PackConfig)
     lookahead: LookaheadConfig = field(default_factory=LookaheadConfig)
     trace: TraceConfig = field(default_factory=TraceConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -432,11 +464,16 @@ class RuntimeConfig:
 _GROUPS: dict[str, type[Any]] = {
     "memory": MemoryConfig,
     "reader": ReaderConfig,
+    "pack": PackConfig,
     "lookahead": LookaheadConfig,
     "trace": TraceConfig,
     "batch": BatchConfig,
     "prefix": PrefixConfig,
 }
+
+
+def _parse_paths(text: str) -> tuple[str, ...]:
+    return tuple(path for path in text.split(os.pathsep) if path)
 
 
 def _parse_whole(text: str) -> int:
@@ -478,6 +515,9 @@ _OPTIONS: dict[str, _Option] = {
     "slice_bytes": _Option("reader", "slice_bytes", *_TEXT),
     "alignment": _Option("reader", "alignment", *_TEXT),
     "retries": _Option("reader", "retries", *_WHOLE),
+    "experts": _Option("pack", "mode", *_TEXT),
+    "pack_folders": _Option("pack", "folders", _parse_paths, "folders"),
+    "verify": _Option("pack", "verify", *_TEXT),
     "lookahead": _Option("lookahead", "mode", _parse_switch, _FLAG[1]),
     "lookahead_depth": _Option("lookahead", "depth", *_WHOLE),
     "lookahead_width": _Option("lookahead", "width", *_WHOLE),

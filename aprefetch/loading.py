@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -130,12 +131,17 @@ def routing_facts(examined: Examined, info: ModelInfo) -> dict[str, Any]:
     }
 
 
-async def in_thread(fn: Callable[[], Any]) -> Any:
-    """Run `fn` on a thread; when cancelled, wait for it all the same and give up its result."""
+async def in_thread(fn: Callable[[], Any], cancel: threading.Event | None = None) -> Any:
+    """Run `fn` on a thread; when cancelled, wait for it all the same and give up its result.
+
+    `cancel` is set then, so that `fn` can end early.
+    """
     task = asyncio.ensure_future(asyncio.to_thread(fn))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
+        if cancel is not None:
+            cancel.set()
         while not task.done():
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait({task})

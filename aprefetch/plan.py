@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,10 @@ from aprefetch.errors import (
 from aprefetch.models import registry
 from aprefetch.pipeline import budget
 from aprefetch.quant import SUPPORTED, type_name
-from aprefetch.storage import GgufExperts, ModelSource, open_source
+from aprefetch.storage import GgufExperts, ModelSource, direct_io_alignment, open_source
+from aprefetch.storage.experts import ExpertSource
+from aprefetch.storage.pack import PackState, select_experts
+from aprefetch.types import ALIGNMENT
 
 __all__ = ["Examined", "Plan", "choose_budgets", "examine", "open_device", "plan_model"]
 
@@ -135,11 +139,16 @@ def _size(n_bytes: int) -> str:
 
 
 class Examined(NamedTuple):
-    """A model whose header was found good. The source is open; its owner closes it."""
+    """A model whose header was found good. The source is open; its owner closes it.
+
+    `pack_state` says where `experts` are read from: the model file itself, or a pack, and how the
+    pack came to be.
+    """
 
     source: ModelSource
     entry: registry.Architecture
-    experts: GgufExperts
+    experts: ExpertSource
+    pack_state: PackState
     device: Device
     config: RuntimeConfig
     plan: Plan
@@ -160,9 +169,20 @@ def open_device(config: RuntimeConfig) -> Device:
 def examine(
     path: str | os.PathLike[str] | None,
     config: RuntimeConfig | None = None,
+    *,
+    may_build: bool = True,
+    cancel: threading.Event | None = None,
     **options: Any,
 ) -> Examined:
-    """Check options, header, architecture, types and budgets. Blocks; reads headers only.
+    """Check options, header, architecture, types and budgets; then choose where experts come from.
+
+    Blocks. Reads headers only, unless a pack is to be built or verified.
+
+    Args:
+        path: the model; None is the embedded one.
+        config, options: see `RuntimeConfig`.
+        may_build: build a pack that is asked for and not there; else plan without it.
+        cancel: set it from another thread to stop a build or a verification.
 
     Raises:
         AprefetchError: what is wrong; of several problems, all of them in one error.
@@ -177,20 +197,38 @@ def examine(
     try:
         source = open_source(embedded.MODEL_PATH if path is None else path)
         entry = registry.lookup(source.metadata)
-        experts = GgufExperts(source, layers=range(entry.n_layers(source.metadata, source.tensors)))
+        n_layers = entry.n_layers(source.metadata, source.tensors)
+        in_file = GgufExperts(source, layers=range(n_layers))
     except AprefetchError as error:
         if source is not None:
             source.close()
         raise _merged([*problems, error]) from error
     try:
-        problems += _model_problems(source, entry, experts)
+        problems += _model_problems(source, entry, in_file)
         if built is None or device is None or problems:
             raise _merged(problems)
+        experts, pack_state = select_experts(
+            source,
+            in_file.layers,
+            built.pack.mode if may_build or built.pack.mode != "pack" else "auto",
+            built.pack.folders,
+            verify=built.pack.verify if may_build else "off",
+            alignment=_alignment(built, source),
+            cancel=cancel,
+        )
         plan = _plan(source, experts, built, device, is_embedded=path is None)
     except BaseException:
         source.close()
         raise
-    return Examined(source, entry, experts, device, built, plan)
+    return Examined(source, entry, experts, pack_state, device, built, plan)
+
+
+def _alignment(config: RuntimeConfig, source: ModelSource) -> int:
+    """Of direct reads from the model's files: as chosen, else the widest that they ask for."""
+    chosen = config.reader.alignment
+    if isinstance(chosen, int):
+        return max(chosen, ALIGNMENT)
+    return max(direct_io_alignment(path) for path in source.paths)
 
 
 def plan_model(
@@ -203,7 +241,7 @@ def plan_model(
     Raises:
         AprefetchError: as `Runtime.open`.
     """
-    examined = examine(path, config, **options)
+    examined = examine(path, config, may_build=False, **options)
     examined.source.close()
     examined.device.close()
     return examined.plan
@@ -247,7 +285,7 @@ def _merged(problems: list[AprefetchError]) -> AprefetchError:
 
 def _plan(
     source: ModelSource,
-    experts: GgufExperts,
+    experts: ExpertSource,
     config: RuntimeConfig,
     device: Device,
     *,

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 import warnings
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -62,6 +64,7 @@ from aprefetch.report import RunReport
 from aprefetch.routing_trace import RoutingRecorder, RoutingTrace
 from aprefetch.stats import Counters, Stats
 from aprefetch.storage.experts import ExpertSource
+from aprefetch.storage.pack import PackState
 from aprefetch.text.answer import AnswerFormat, answer_format
 from aprefetch.text.detokenizer import Detokenizer
 from aprefetch.text.tokenizer import Tokenizer
@@ -111,6 +114,8 @@ class Runtime:
     """Facts about the loaded model."""
     plan: Plan
     """What lives where, and the budgets in force."""
+    pack_state: PackState
+    """Where experts are read from: the model file itself, or a pack, and how that came to be."""
     tokenizer: Tokenizer
     """The vocabulary in use."""
     answer_format: AnswerFormat
@@ -202,11 +207,12 @@ class Runtime:
     async def _build(self, stack: AsyncExitStack) -> Engine:
         """Open every part, from the file up; `stack` closes what was opened, top first."""
         started_ns = time.perf_counter_ns()
-        examined = await in_thread(self._examine)
+        cancel = threading.Event()
+        examined = await in_thread(lambda: self._examine(cancel), cancel)
         stack.callback(examined.source.close)
         stack.callback(examined.device.close)
         config, device = examined.config, examined.device
-        self.plan = examined.plan
+        self.plan, self.pack_state = examined.plan, examined.pack_state
         loaded = await in_thread(lambda: load(examined, self._tokenizer_path))
         self._source, self._device = examined.source, device
         self._model, self.tokenizer = loaded.model, loaded.tokenizer
@@ -272,8 +278,8 @@ class Runtime:
         log.info("opened %s in %.2f s", self.plan.path, (time.perf_counter_ns() - started_ns) / 1e9)
         return self._engine
 
-    def _examine(self) -> Examined:
-        return examine(self._path, self._given_config, **self._options)
+    def _examine(self, cancel: threading.Event) -> Examined:
+        return examine(self._path, self._given_config, cancel=cancel, **self._options)
 
     def _lookahead(self, config: RuntimeConfig, experts: ExpertSource) -> Lookahead | None:
         if not config.lookahead.is_on:
@@ -285,11 +291,14 @@ class Runtime:
             )
             for layer in info.routed_layers
         }
+        chosen = config.lookahead
+        if config.trace.settled and chosen.width is None:  # a measured pace never repeats
+            chosen = replace(chosen, width=info.num_experts_per_tok)
         corrections = load_corrections(path_beside(self.plan.path), self._device.name)
         return Lookahead(
             self._model.early_routers,
             layers,
-            config.lookahead,
+            chosen,
             self._counters,
             corrections=corrections,
         )
@@ -567,7 +576,7 @@ class Runtime:
             model=self.model_info.name or self.plan.path.name,
             device=f"{self._device.name} ({self._device.ops.name} kernels)",
             plan=self.plan,
-            pack_state="direct GGUF",
+            pack_state=self.pack_state,
             usage=usage,
             stats=stats,
         )

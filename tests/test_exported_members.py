@@ -10,7 +10,7 @@ from aprefetch import errors
 
 PUBLIC = {
     "Runtime", "RuntimeConfig", "SamplingParams", "Completion", "TokenEvent", "TokenStream",
-    "FinishReason", "Stats", "ScoreResult", "inspect", "__version__",
+    "FinishReason", "Stats", "ScoreResult", "build_pack", "inspect", "open_pack", "__version__",
 }  # fmt: skip
 
 

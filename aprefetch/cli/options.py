@@ -39,6 +39,9 @@ _RUNTIME = {
     "kernels": "kernels",
     "threads": "n_threads",
     "cache_policy": "cache_policy",
+    "experts": "experts",
+    "pack_folder": "pack_folders",
+    "verify": "verify",
 }
 _SAMPLING = {
     "max_tokens": "max_tokens",
@@ -72,7 +75,20 @@ def add_runtime(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--lookahead", metavar="off|N", help="guess the experts of the next N layers, or off"
     )
-    group.add_argument("--cache-policy", choices=("layered", "lfu", "lru"), help="what leaves a full cache")
+    group.add_argument(
+        "--cache-policy", choices=("layered", "lfu", "lru"), help="what leaves a full cache"
+    )
+    group.add_argument(
+        "--experts", choices=("auto", "pack", "gguf"), help="read a pack if there is one (auto)"
+    )
+    group.add_argument(
+        "--pack-folder", action="append", metavar="DIR", help="where packs are; may be repeated"
+    )
+    group.add_argument(
+        "--verify",
+        choices=("off", "sampled", "first_read", "full"),
+        help="compare a pack's objects with their digests",
+    )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where to compute")
     group.add_argument("--kernels", choices=("auto", "fast", "reference"), help="CPU kernels")
     group.add_argument("--threads", type=int, metavar="N", help="compute threads")

@@ -26,7 +26,7 @@ from aprefetch.pipeline.slots import Slot, SlotState, move
 from aprefetch.pipeline.tiers import Tiers
 from aprefetch.pipeline.uploader import Uploader
 from aprefetch.stats import Counters
-from aprefetch.storage.experts import ExpertSource
+from aprefetch.storage.experts import ChecksObjects, ExpertSource
 from aprefetch.trace import Kind, Tracer
 
 __all__ = ["Movement"]
@@ -63,6 +63,7 @@ class Movement:
         self._tracer = tracer
         self._guess_share = guess_share
         self._trust = GuessTrust()
+        self._checker = experts if isinstance(experts, ChecksObjects) else None
         self._busy_until_ns = 0  # end of the latest read
         self._host = device.alloc_host(max(tiers.landing_bytes, 1), experts.alignment)
         self._arena: Tensor | None = device.alloc_slots(max(tiers.device_bytes, 1))
@@ -239,6 +240,31 @@ class Movement:
     def _read_done(self, job: ReadJob, error: BaseException | None) -> None:
         """All reads of an object have landed, or nothing writes to its slot any more."""
         assert isinstance(job, ObjectRead)
+        checker = self._checker
+        slot = job.entry.landing
+        if (
+            error is None
+            and checker is not None
+            and slot is not None
+            and slot.state is not _DRAINING
+            and checker.needs_check(job.entry.key)
+        ):
+            checking = asyncio.get_running_loop().run_in_executor(
+                None, checker.check_or_restore, job.entry.key, job.buffer
+            )
+            checking.add_done_callback(lambda done: self._checked(job, done))
+            return
+        self._settle_read(job, error)
+
+    def _checked(self, job: ObjectRead, checking: asyncio.Future[bool]) -> None:
+        """The landed bytes were compared with their digest, and mended if that was possible."""
+        error = checking.exception()
+        if error is None and checking.result():
+            self._counters.fallback_count += 1
+        self._settle_read(job, error)
+
+    def _settle_read(self, job: ObjectRead, error: BaseException | None) -> None:
+        """Publish what a read brought, or give its slot back."""
         entry = job.entry
         slot, pool = entry.landing, entry.lane.landing
         assert slot is not None

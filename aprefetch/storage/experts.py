@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from aprefetch.types import (
     RoleLayout,
 )
 
-__all__ = ["ExpertSource", "GgufExperts"]
+__all__ = ["ChecksObjects", "ExpertSource", "GgufExperts"]
 
 _EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.(ffn_\w*_exps\b.*)", re.DOTALL)
 _NAMES: dict[str, Role] = {f"ffn_{role}_exps.weight": role for role in ROLES}
@@ -77,6 +77,23 @@ class _Slices:
     offset: int
     n_bytes: int
     device_offset: int
+
+
+@runtime_checkable
+class ChecksObjects(Protocol):
+    """A source that can tell whether an object's bytes are right when they have landed."""
+
+    def needs_check(self, key: ExpertKey) -> bool:
+        """Must the object be checked before it is published? Cheap."""
+        ...
+
+    def check_or_restore(self, key: ExpertKey, buffer: memoryview) -> bool:
+        """Compare a landed object with its digest; true if it had to be replaced. Blocks.
+
+        Raises:
+            PackCorruptError: it is corrupt and could not be replaced.
+        """
+        ...
 
 
 class GgufExperts:
