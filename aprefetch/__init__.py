@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from aprefetch.engine.sampler import SamplingParams
     from aprefetch.engine.stream import TokenStream
     from aprefetch.inspection import inspect
-    from aprefetch.storage.pack import build_pack, open_pack
     from aprefetch.runtime import Runtime
     from aprefetch.stats import Stats
+    from aprefetch.storage.pack import build_pack, open_pack
 
 __all__ = [
     "AprefetchError",
