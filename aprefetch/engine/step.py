@@ -172,7 +172,7 @@ class StepRunner:
         self._counters.steps += 1
         end_ns = time.perf_counter_ns()
         if self._lookahead is not None:
-            self._lookahead.end_step(end_ns - start_ns)
+            self._lookahead.end_step(end_ns - start_ns, n_rows)
         else:
             self._counters.guesses_off += 1
         self.last_step = StepTimeline(

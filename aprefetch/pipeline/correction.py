@@ -64,7 +64,7 @@ def load_corrections(path: Path, device: str) -> Mapping[int, Correction]:
     if not path.is_file():
         return {}
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             meta = json.loads(str(file["meta"]))
             if meta["format"] != FORMAT:
                 raise ValueError(f"format {meta['format']}")

@@ -306,10 +306,10 @@ class Lookahead:
             else:
                 old += (short - old) * max(DRIFT_WEIGHT, 1 / self._n_learned[key])
 
-    def end_step(self, wall_ns: int) -> None:
-        """A step is complete."""
+    def end_step(self, wall_ns: int, n_rows: int) -> None:
+        """A step over `n_rows` is complete."""
         if self.pace is not None and self._options.is_on:
-            self.pace.end_step(wall_ns, self._n_issued)
+            self.pace.end_step(wall_ns, self._n_issued, n_rows)
         self._n_issued = 0
 
     def observe(self, layer: int, picked: Sequence[int]) -> None:

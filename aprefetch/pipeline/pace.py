@@ -5,8 +5,13 @@ times it came true. A guess is worth issuing while that share is above a thresho
 threshold follows the drive: where reads leave it idle while compute waits, it falls, and guesses
 get wider and deeper; where the drive is busy all the time, a wrong guess takes the place of a byte
 that is needed, and the threshold rises until guesses cease. From time to time a few are let through
-all the same, to see whether things have changed. The pace owns these estimates; the bytes of one
-layer's guesses are capped by what the drive can read until their turn.
+all the same, to see whether things have changed.
+
+Guessing costs compute, too. So the time of decoding steps is compared between windows of some steps
+with guesses and windows without, and the slower way is only tried again now and then.
+
+The pace owns these estimates. It also caps the bytes of one layer's guesses by what the drive can
+read until their turn.
 """
 
 from __future__ import annotations
@@ -24,6 +29,9 @@ FIRST, LATER = 0.7, 0.3  # shares assumed at first, for ranks below and from top
 LEAST, START, MOST = 0.15, 0.5, 0.95  # of the threshold
 BUSY, IDLE = 0.90, 0.82  # shares of the time that the drive reads
 NO_STALL = 0.02  # of the time: nothing to gain
+TRIAL_EVERY = 12  # windows between two trials of the way that was slower
+WINDOW_WEIGHT = 0.3  # of the newest window in a way's time per step
+PAYS = 0.99  # guesses must take less than this of the time without
 
 
 class Pace:
@@ -43,6 +51,10 @@ class Pace:
         self._shares: dict[tuple[int, int], list[float]] = {}  # (layer, depth) -> by rank
         self._step = 0
         self._wall_ns = 0
+        self._decode_ns: list[int] = []  # of the window's single-row steps
+        self._way_ns: list[float | None] = [None, None]  # per step, without guesses and with
+        self._n_windows = 0
+        self._is_trying_without = False
         self._before = self._look()
 
     def _look(self) -> tuple[int, int, int, int]:
@@ -79,10 +91,12 @@ class Pace:
         for rank, expert in enumerate(named):
             shares[rank] += ((expert in picked) - shares[rank]) * WEIGHT
 
-    def end_step(self, wall_ns: int, n_issued: int) -> None:
-        """A step took `wall_ns` and named `n_issued` experts."""
+    def end_step(self, wall_ns: int, n_issued: int, n_rows: int = 1) -> None:
+        """A step over `n_rows` took `wall_ns` and named `n_issued` experts."""
         self._step += 1
         self._wall_ns += wall_ns
+        if n_rows == 1:
+            self._decode_ns.append(wall_ns)
         if not n_issued:
             self._counters.guesses_off += 1
         if self._step % WINDOW_STEPS:
@@ -92,7 +106,7 @@ class Pace:
             a - b for a, b in zip(now, self._before, strict=True)
         )
         wall_ns, self._before, self._wall_ns = max(1, self._wall_ns), now, 0
-        self.is_asleep = not n_misses
+        self.is_asleep = self._goes_without() or not n_misses
         if busy_ns:
             layer_ns = wall_ns / (WINDOW_STEPS * self._n_layers)
             self.bytes_per_layer = n_bytes / busy_ns * layer_ns
@@ -100,3 +114,25 @@ class Pace:
             self.threshold = min(MOST, self.threshold + 0.1)
         elif busy_ns < IDLE * wall_ns and stall_ns > NO_STALL * wall_ns:
             self.threshold = max(LEAST, self.threshold - 0.05)
+
+    def _goes_without(self) -> bool:
+        """Whether the next window should do without guesses: it is faster, or to be tried."""
+        if len(self._decode_ns) == WINDOW_STEPS:
+            # The median: one step that was held up by something else proves nothing.
+            took = float(sorted(self._decode_ns)[WINDOW_STEPS // 2])
+            way = int(not self._is_trying_without)
+            before = self._way_ns[way]
+            self._way_ns[way] = took if before is None else before + (took - before) * WINDOW_WEIGHT
+            self._n_windows += 1
+        self._decode_ns.clear()
+        without, with_guesses = self._way_ns
+        if with_guesses is None:
+            is_without_better = False
+        elif without is None:
+            is_without_better = self._n_windows >= 2
+        else:
+            is_without_better = with_guesses > PAYS * without
+            if self._n_windows % TRIAL_EVERY == 0:
+                is_without_better = not is_without_better
+        self._is_trying_without = is_without_better
+        return is_without_better
