@@ -62,6 +62,24 @@ class _HyperConnection:
             n_iterations=self._n_iterations,
         )
 
+    def follow(
+        self, ops: Ops, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Take the previous sublayer's result `y` into the streams, then enter: streams first."""
+        return ops.hc_pass(
+            y,
+            streams,
+            post,
+            comb,
+            self.fn,
+            self.scale,
+            self.base,
+            self.norm,
+            eps=self._eps,
+            hc_eps=self._hc_eps,
+            n_iterations=self._n_iterations,
+        )
+
     def route_input(self, ops: Ops, streams: Tensor) -> Tensor:
         return ops.hc_route_input(
             streams, self.fn, self.scale, self.base, self.norm, eps=self._eps, hc_eps=self._hc_eps
@@ -130,9 +148,8 @@ class _FeedForward:
         )
 
     def shared(self, ops: Ops, v: Tensor) -> Tensor:
-        gate, up = self.shared_inputs(ops, v)
-        hidden = ops.swiglu(gate, up, self._args.shared_limits[self.layer])
-        return ops.linear(hidden, self.shared_down)
+        limit = self._args.shared_limits[self.layer]
+        return ops.gated_mlp(v, self.shared_inputs.weights, self.shared_down, limit)
 
 
 class _Block:
@@ -278,11 +295,10 @@ class DeepseekV4:
         plain, scaled = self._plain_rope.spans(runs), self._scaled_rope.spans(runs)
         x = ops.embed(self.embedding, torch.from_numpy(token_ids).to(self._device))
         streams = x[:, None, :].expand(-1, N_STREAMS, -1).contiguous()
+        u, post, comb = self.blocks[0].hc_attn.enter(ops, streams)
         for i, block in enumerate(self.blocks):
-            u, post, comb = block.hc_attn.enter(ops, streams)
             y = block.attention(ops, u, spans, *(scaled if args.ratios[i] else plain))
-            streams = ops.hc_leave(y, streams, post, comb)
-            v, post, comb = block.hc_ffn.enter(ops, streams)
+            streams, v, post, comb = block.hc_ffn.follow(ops, y, streams, post, comb)
             ids, weights, scores = block.ffn.route(ops, v, token_ids)
             call = block.ffn.call(ops, v, ids, streams)
             if block.ffn.table is None:
@@ -292,8 +308,11 @@ class DeepseekV4:
             call.ahead = functools.partial(ops.hc_leave, shared, streams, post, comb)
             call.finishing = True
             yield call
-            y = call.total(weights) + shared
-            streams = ops.hc_leave(y, streams, post, comb)
+            y = call.total(weights, shared)
+            if i + 1 < len(self.blocks):
+                following = self.blocks[i + 1].hc_attn
+                streams, u, post, comb = following.follow(ops, y, streams, post, comb)
+        streams = ops.hc_leave(y, streams, post, comb)
         for span in spans:
             span.state.n_tokens += span.n
         return self._logits(streams, chunks, spans)

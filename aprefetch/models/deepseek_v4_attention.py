@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from aprefetch.kernels.fused import AttentionInputs
 from aprefetch.kernels.ops import Ops
 from aprefetch.models.deepseek_v4_args import DeepseekV4Args
 from aprefetch.models.kv_cache import GrowingRows, SlidingRows, StatePart
@@ -70,12 +71,13 @@ class _Compressor:
     ) -> None:
         """Take tokens `position ...`; rows whose last token is among them are finished."""
         n, ratio = kv.shape[0], self.ratio
-        if n == 1:
-            gate = gate + self.ape[position % ratio]
+        at = position % ratio
+        if at + n > ratio:
+            bias = self.ape[torch.arange(position, position + n) % ratio]
         else:
-            gate = gate + self.ape[torch.arange(position, position + n) % ratio]
+            bias = self.ape.narrow(0, at, n)
         state.kv.append(kv)
-        state.gate.append(gate)
+        state.gate.append(gate, bias)
         done = state.rows.n_rows
         n_new = (position + n) // ratio - done
         if n_new == 0:
@@ -163,6 +165,16 @@ class Span:
     start: int
     n: int
     position: int
+    _visible: dict[int, Tensor] = field(default_factory=dict)
+
+    def n_visible(self, ratio: int, device: torch.device) -> Tensor:
+        """How many rows compressed from `ratio` tokens each token sees, int32 `[n]`."""
+        found = self._visible.get(ratio)
+        if found is None:
+            ends = torch.arange(self.position + 1, self.position + self.n + 1)
+            found = (ends // ratio).to(dtype=torch.int32, device=device)
+            self._visible[ratio] = found
+        return found
 
 
 class Attention:
@@ -208,6 +220,9 @@ class Attention:
             )
         self.inputs = FusedLinear(inputs)
         self.q_b = q_b
+        self._input_weights = AttentionInputs(
+            self.inputs.weights, self.q_a_norm, q_b, self.kv_norm, args.n_heads, args.rms_eps
+        )
         self._scale = args.head_dim**-0.5
 
     def new_state(self, device: torch.device) -> AttentionState:
@@ -222,38 +237,31 @@ class Attention:
         self, ops: Ops, u: Tensor, spans: Sequence[Span], cos: Tensor, sin: Tensor
     ) -> Tensor:
         """`u [T, D]` normed inputs -> `[T, D]`; sequences' states take the new tokens."""
-        args, n_rows = self._args, u.shape[0]
-        q_low, k, *extra = self.inputs(ops, u)
-        q_low = ops.rms_norm(q_low, self.q_a_norm, args.rms_eps)
-        q = ops.linear(q_low, self.q_b).view(n_rows, args.n_heads, args.head_dim)
-        q = ops.rope_(ops.rms_norm(q, None, args.rms_eps), cos, sin)
-        k = ops.rms_norm(k, self.kv_norm, args.rms_eps)
-        k = ops.rope_(k.view(n_rows, 1, -1), cos, sin).view(n_rows, -1)
-        outputs = []
-        for span in spans:
-            rows = slice(span.start, span.start + span.n)
-            state = span.state.layers[self.layer]
-            outputs.append(
-                self._attend(
-                    ops, span, state, q[rows], k[rows], [e[rows] for e in extra], u[rows],
-                    q_low[rows],
+        q, k, q_low, extra = ops.attention_inputs(u, self._input_weights, cos, sin)
+        if len(spans) == 1:
+            heads = self._attend(ops, spans[0], q, k, extra, u, q_low)
+        else:
+            outputs = []
+            for span in spans:
+                q1, k1, u1, low1, *extra1 = (
+                    x.narrow(0, span.start, span.n) for x in (q, k, u, q_low, *extra)
                 )
-            )  # fmt: skip
-        o = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        o = ops.rope_(o, cos, sin, inverse=True).view(n_rows, args.o_groups, -1)
-        return ops.linear(ops.grouped_linear(o, self.o_a), self.o_b)
+                outputs.append(self._attend(ops, span, q1, k1, extra1, u1, low1))
+            heads = torch.cat(outputs)
+        return ops.attention_output(heads, cos, sin, self.o_a, self.o_b, self._args.o_groups)
 
     def _attend(
         self,
         ops: Ops,
         span: Span,
-        state: AttentionState,
         q: Tensor,
         k: Tensor,
         extra: list[Tensor],
         u: Tensor,
         q_low: Tensor,
     ) -> Tensor:
+        """One sequence's heads `[n, H, d]`; its state takes the new tokens."""
+        state = span.state.layers[self.layer]
         state.window.append(k)
         rows = n_visible = selected = None
         if self.compressor is not None and state.compressed is not None:
@@ -262,8 +270,7 @@ class Attention:
             )
             if state.compressed.rows.n_rows:
                 rows = state.compressed.rows.view()
-                ends = torch.arange(span.position + 1, span.position + span.n + 1)
-                n_visible = (ends // self.ratio).to(dtype=torch.int32, device=q.device)
+                n_visible = span.n_visible(self.ratio, q.device)
         if self.index_compressor is not None and state.index is not None:
             self.index_compressor.append(
                 ops, state.index, extra[2], extra[3], span.position, self.rope

@@ -56,7 +56,7 @@ class GrowingRows:
             grown = rows.new_empty((capacity, rows.shape[1]))
             grown[: self.n_rows] = self._buffer[: self.n_rows]
             self._buffer = grown
-        self._buffer[self.n_rows : stop] = rows
+        self._buffer.narrow(0, self.n_rows, rows.shape[0]).copy_(rows)
         self.n_rows = stop
 
     def dump(self) -> list[StatePart]:
@@ -96,12 +96,19 @@ class SlidingRows:
         """Bytes held, spare capacity included."""
         return self._buffer.numel() * 4
 
-    def append(self, rows: Tensor) -> None:
-        """Add `rows [n, width]`, the next positions; older ones may be dropped before."""
+    def append(self, rows: Tensor, bias: Tensor | None = None) -> None:
+        """Add `rows [n, width]`, the next positions; older ones may be dropped before.
+
+        What is kept is `rows + bias` if there is a `bias`.
+        """
         n = rows.shape[0]
         if self._stop + n > self._buffer.shape[0]:
             self._make_room(n)
-        self._buffer[self._stop : self._stop + n] = rows
+        to = self._buffer.narrow(0, self._stop, n)
+        if bias is None:
+            to.copy_(rows)
+        else:
+            torch.add(rows, bias, out=to)
         self._stop += n
 
     def _make_room(self, n: int) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from aprefetch.kernels.fused import StackedWeights
 from aprefetch.kernels.ops import Ops
 from aprefetch.quant.base import QuantTensor
 
@@ -24,30 +25,11 @@ class FusedLinear:
     """
 
     def __init__(self, weights: Sequence[QuantTensor]) -> None:
-        self._groups: list[tuple[QuantTensor, list[int], list[int]]] = []
-        by_type: dict[int, list[int]] = {}
-        for i, w in enumerate(weights):
-            by_type.setdefault(w.ggml_type, []).append(i)
-        for members in by_type.values():
-            group = [weights[i] for i in members]
-            stacked = group[0]
-            if len(group) > 1:
-                data = torch.cat([w.data for w in group])
-                stacked = QuantTensor(data, group[0].ggml_type, data.shape[0], group[0].n_in)
-            self._groups.append((stacked, members, [w.n_out for w in group]))
-        self._n = len(weights)
+        self.weights = StackedWeights(weights)
 
     def __call__(self, ops: Ops, x: Tensor) -> list[Tensor]:
         """Outputs `[T, n_out]`, contiguous, in the order of the weights."""
-        out: list[Tensor] = [x] * self._n
-        for stacked, members, sizes in self._groups:
-            y = ops.linear(x, stacked)
-            if len(members) == 1:
-                out[members[0]] = y
-                continue
-            for i, part in zip(members, torch.split(y, sizes, dim=1), strict=True):
-                out[i] = part.contiguous()
-        return out
+        return ops.stacked_linear(x, self.weights)
 
 
 def yarn_frequencies(

@@ -7,6 +7,8 @@ change a bit of the result.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -28,6 +30,16 @@ class ExpertLease(Protocol):
     def expert(self) -> int: ...
     @property
     def offset(self) -> int: ...
+
+
+@functools.cache
+def _one_row(top_k: int, device: torch.device) -> tuple[list[int], Tensor, Tensor]:
+    """Starts, order and rows of one row's pairs: shared by all calls, never written."""
+    return (
+        list(range(top_k + 1)),
+        torch.arange(top_k, device=device),
+        torch.zeros(top_k, dtype=torch.int64, device=device),
+    )
 
 
 class RoutedCall:
@@ -90,17 +102,16 @@ class RoutedCall:
         self.ids: npt.NDArray[np.int32] = ids.cpu().numpy()
         self.n_rows, self.top_k = self.ids.shape
         flat = self.ids.ravel()
-        if self.n_rows == 1 and (np.diff(flat) > 0).all():
-            self.experts: list[int] = flat.tolist()
-            order = np.arange(self.top_k)
-            self._starts = list(range(self.top_k + 1))
+        self.experts: list[int] = flat.tolist()
+        if self.n_rows == 1 and all(map(operator.lt, self.experts, self.experts[1:])):
+            self._starts, self._order, self._all_rows = _one_row(self.top_k, x.device)
         else:
             order = np.argsort(flat, kind="stable")
             experts, starts = np.unique(flat[order], return_index=True)
             self.experts = experts.tolist()
             self._starts = [*starts.tolist(), flat.size]
-        self._order: Tensor = torch.from_numpy(order).to(x.device)
-        self._all_rows: Tensor = self._order // self.top_k
+            self._order = torch.from_numpy(order).to(x.device)
+            self._all_rows = self._order // self.top_k
         n_out = layout.roles[-1].n_out
         self.parts: Tensor = ops.new(self.n_rows * self.top_k, n_out)
 
@@ -142,6 +153,12 @@ class RoutedCall:
         self.parts[self._order[start:stop]] = 0.0
         return self.rows_of(expert)
 
-    def total(self, weights: Tensor) -> Tensor:
-        """The weighted sum over each row's experts, `[T, n_out]`, in ascending expert order."""
-        return self.ops.sum_experts(self.parts.view(self.n_rows, self.top_k, -1), weights)
+    def total(self, weights: Tensor, shared: Tensor | None = None) -> Tensor:
+        """The weighted sum over each row's experts, `[T, n_out]`, in ascending expert order.
+
+        The `shared` expert's result, if there is one, is added last.
+        """
+        parts = self.parts.view(self.n_rows, self.top_k, -1)
+        if shared is None:
+            return self.ops.sum_experts(parts, weights)
+        return self.ops.sum_experts_and(parts, weights, shared)
