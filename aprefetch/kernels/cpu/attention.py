@@ -32,13 +32,13 @@ from aprefetch.kernels.cpu.simd import (
 )
 from aprefetch.kernels.cpu.vmath import exp1, exp16, scale_span
 
-__all__ = ["attend", "compress", "index_topk"]
+__all__ = ["add_values", "attend", "compress", "index_topk", "softmax_row"]
 
 _single = np.float32
 
 
 @inner
-def _softmax(logits: Any, n: Any, scale: Any, sink: Any) -> None:
+def softmax_row(logits: Any, n: Any, scale: Any, sink: Any) -> None:
     """`logits` (n of them) to weights in place; the sink takes part and is dropped."""
     whole = n // 16 * 16
     top = sink
@@ -109,7 +109,7 @@ def _add_four_heads(weights: Any, stride: Any, keys: Any, n: Any, d: Any, out: A
 
 
 @inner
-def _add_values(
+def add_values(
     weights: Any, stride: Any, keys: Any, n: Any, n_heads: Any, d: Any, out: Any
 ) -> None:
     """`out [H, d] += weights [H, n] @ keys [n, d]`; per element the same order either way."""
@@ -160,11 +160,11 @@ def attend(
         float_rows(extra, d, query, n_heads, weights + 4 * n_window, 4 * n, n_extra)
         zero = splat(_single(0.0))
         for h in range(n_heads):
-            _softmax(weights + 4 * h * n, n, factor, f32_at(sinks + 4 * h))
+            softmax_row(weights + 4 * h * n, n, factor, f32_at(sinks + 4 * h))
             for c in range(0, 4 * d, 64):
                 store16(to + 4 * h * d + c, zero)
-        _add_values(weights, 4 * n, keys + 4 * low * d, n_window, n_heads, d, to)
-        _add_values(weights + 4 * n_window, 4 * n, extra, n_extra, n_heads, d, to)
+        add_values(weights, 4 * n, keys + 4 * low * d, n_window, n_heads, d, to)
+        add_values(weights + 4 * n_window, 4 * n, extra, n_extra, n_heads, d, to)
     hold(logits)
     hold(picked)
 

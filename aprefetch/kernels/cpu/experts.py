@@ -14,7 +14,7 @@ from aprefetch.kernels.cpu.decode import decode_row
 from aprefetch.kernels.cpu.jit import hold, inner, kernel
 from aprefetch.kernels.cpu.matmul import matmul_rows
 from aprefetch.kernels.cpu.simd import i64_at
-from aprefetch.kernels.cpu.vmath import swiglu_span
+from aprefetch.kernels.cpu.vmath import situ_span, swiglu_span
 
 __all__ = ["embed", "experts", "linear"]
 
@@ -51,9 +51,10 @@ def _role(
 @inner
 def _expert_range(
     table: Any, slots: Any, starts: Any, n_experts: Any, x: Any, x_idx: Any, limit: Any,
-    hidden: Any, n_hidden: Any, out: Any, n_out: Any, out_idx: Any, phase: Any, r0: Any, r1: Any,
+    beta: Any, linear_beta: Any, hidden: Any, n_hidden: Any, out: Any, n_out: Any, out_idx: Any,
+    phase: Any, r0: Any, r1: Any,
 ) -> None:  # fmt: skip
-    """Rows `r0..r1` of one phase for all experts: 0 is gate, up and SwiGLU, 1 is down."""
+    """Rows `r0..r1` of one phase for all experts: 0 is gate, up and activation, 1 is down."""
     n_pairs = i64_at(starts + 8 * n_experts)
     x_stride, stride = 4 * i64_at(table + 24), 4 * n_hidden
     up = hidden + n_pairs * stride
@@ -70,30 +71,35 @@ def _expert_range(
                       out, 4 * n_out, out_idx + 8 * first, r0, r1)  # fmt: skip
         if phase == 0:
             for i in range(n_tokens):
-                at = hidden + rows + i * stride + 4 * r0
-                swiglu_span(at, up + rows + i * stride + 4 * r0, r1 - r0, limit, at)
+                at, other = hidden + rows + i * stride + 4 * r0, up + rows + i * stride + 4 * r0
+                if beta > _single(0.0):
+                    situ_span(at, other, r1 - r0, beta, linear_beta, at)
+                else:
+                    swiglu_span(at, other, r1 - r0, limit, at)
 
 
 @kernel
 def experts(
     table: Any, slots: Any, starts: Any, n_experts: Any, x: Any, x_idx: Any, limit: Any,
-    hidden: Any, n_hidden: Any, out: Any, n_out: Any, out_idx: Any, phase: Any, r0: Any, r1: Any,
+    beta: Any, linear_beta: Any, hidden: Any, n_hidden: Any, out: Any, n_out: Any, out_idx: Any,
+    phase: Any, r0: Any, r1: Any,
 ) -> None:  # fmt: skip
     """Expert MLPs; `phase` as in `_expert_range`, or -1 for both over all rows.
 
-    `slots` are absolute addresses, `hidden` is scratch of `2 * n_pairs * n_hidden` floats (0 to
-    have it allocated here, for phase -1 only).
+    The activation is `situ` with `beta` and `linear_beta` where `beta` is positive, else `swiglu`
+    with `limit`. `slots` are absolute addresses, `hidden` is scratch of `2 * n_pairs * n_hidden`
+    floats (0 to have it allocated here, for phase -1 only).
     """
-    bound = _single(limit)
+    bound, curve, linear_curve = _single(limit), _single(beta), _single(linear_beta)
     if phase >= 0:
-        _expert_range(table, slots, starts, n_experts, x, x_idx, bound, hidden, n_hidden,
-                      out, n_out, out_idx, phase, r0, r1)  # fmt: skip
+        _expert_range(table, slots, starts, n_experts, x, x_idx, bound, curve, linear_curve,
+                      hidden, n_hidden, out, n_out, out_idx, phase, r0, r1)  # fmt: skip
     else:
         scratch = np.empty(2 * i64_at(starts + 8 * n_experts) * n_hidden, dtype=np.float32)
         for each in range(2):
-            _expert_range(table, slots, starts, n_experts, x, x_idx, bound, scratch.ctypes.data,
-                          n_hidden, out, n_out, out_idx, each, 0,
-                          n_hidden if each == 0 else n_out)  # fmt: skip
+            _expert_range(table, slots, starts, n_experts, x, x_idx, bound, curve,
+                          linear_curve, scratch.ctypes.data, n_hidden, out, n_out, out_idx, each,
+                          0, n_hidden if each == 0 else n_out)  # fmt: skip
         hold(scratch)
 
 

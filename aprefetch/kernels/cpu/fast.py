@@ -3,7 +3,7 @@
 The classes here only check shapes, allocate results and pass addresses on; the work is in the
 kernels. Every result row depends on its own input row alone, bit for bit: not on the batch, the
 number of threads or the company of other experts. Calls may come from several threads at once.
-Operations that only Kimi models use are inherited in plain torch, token by token where it matters.
+Operations that only Kimi models use are inherited.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from aprefetch.errors import InvalidRequestError, ModelError
 from aprefetch.kernels.cpu import attention, experts, layers
 from aprefetch.kernels.cpu.fast_stages import CompiledStages
+from aprefetch.kernels.cpu.kimi_ops import KimiNumbaOps
 from aprefetch.kernels.cpu.reference import ReferenceOps
-from aprefetch.kernels.cpu.reference_kimi import KimiReferenceOps, experts_one_by_one
 from aprefetch.kernels.cpu.tensors import flat as _flat
 from aprefetch.kernels.cpu.tensors import ids as _ids
 from aprefetch.kernels.cpu.tensors import new as _new
@@ -42,6 +42,7 @@ _SPLIT_COST = 4 << 20
 """Weight bytes times rows above which a call is worth a hand-over to other threads (50 us)."""
 
 _MAX_THREADS = 16
+_NO_SITU = Situ(0.0, 0.0)
 
 
 def _started_pool(n_threads: int) -> ThreadPoolExecutor:
@@ -54,7 +55,7 @@ def _started_pool(n_threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-class NumbaOps(CompiledStages, KimiReferenceOps):
+class NumbaOps(CompiledStages, KimiNumbaOps):
     """See `aprefetch.kernels.ops.Ops` for shapes and meaning."""
 
     name = "numba"
@@ -71,6 +72,7 @@ class NumbaOps(CompiledStages, KimiReferenceOps):
         self._plain = ReferenceOps()
         # Keeps the layouts alive, so an id is never met again with another object.
         self._tables: dict[int, tuple[LayerLayout, array[int], int, int]] = {}
+        self._taps = {}
 
     def close(self) -> None:
         """End the threads; the ops go on serially."""
@@ -186,12 +188,6 @@ class NumbaOps(CompiledStages, KimiReferenceOps):
         out_rows: Tensor,
         activation: Situ | None = None,
     ) -> None:
-        if activation is not None:
-            experts_one_by_one(
-                self, x, arena, slot_offsets, layout, pair_starts, pair_rows, limit, out, out_rows,
-                activation,
-            )  # fmt: skip
-            return
         _, table, n_hidden, n_out = self._table(layout)
         x, pair_rows, out_rows = _flat(x), _ids(pair_rows, torch.int64), _ids(out_rows, torch.int64)
         if x.size(1) != table[3]:
@@ -203,7 +199,7 @@ class NumbaOps(CompiledStages, KimiReferenceOps):
         starts = array("q", pair_starts)
         first = (
             table.buffer_info()[0], slots.buffer_info()[0], starts.buffer_info()[0], len(slots),
-            x.data_ptr(), pair_rows.data_ptr(), limit,
+            x.data_ptr(), pair_rows.data_ptr(), limit, *(activation or _NO_SITU),
         )  # fmt: skip
         last = (n_hidden, out.data_ptr(), n_out, out_rows.data_ptr())
         n_pairs = starts[-1]

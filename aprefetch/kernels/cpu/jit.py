@@ -21,7 +21,10 @@ __all__ = ["hold", "inner", "is_cold", "kernel"]
 
 _config: Any = numba.config
 _HERE = Path(__file__).parent
-_SOURCES = ("simd", "jit", "decode", "matmul", "vmath", "experts", "layers", "attention", "stages")
+_SOURCES = (
+    *("simd", "jit", "decode", "matmul", "vmath"),
+    *("experts", "layers", "attention", "stages", "kimi"),
+)
 
 
 def _cache_directory() -> str:

@@ -26,6 +26,7 @@ from aprefetch.kernels.cpu.simd import (
 from aprefetch.kernels.cpu.vmath import exp1, scale_span, sigmoid1, swiglu_span
 
 __all__ = [
+    "choose",
     "early_scores",
     "hc_enter",
     "hc_leave",
@@ -36,6 +37,7 @@ __all__ = [
     "route",
     "sum_experts",
     "swiglu",
+    "weighted_sum",
 ]
 
 _single = np.float32
@@ -87,7 +89,7 @@ def rope(
 
 
 @inner
-def _weighted_sum(weights: Any, stride: Any, n: Any, x: Any, d: Any, out: Any) -> None:
+def weighted_sum(weights: Any, stride: Any, n: Any, x: Any, d: Any, out: Any) -> None:
     """`sum_s weights[s] * x[s]` over n rows of d numbers, in ascending s."""
     whole = d // 16 * 16
     for i in range(0, 4 * whole, 64):
@@ -109,7 +111,7 @@ def sum_experts(
     """The weighted sums; with an address `plus`, those numbers are added last."""
     for t in range(n_tokens):
         to = out + 4 * t * d
-        _weighted_sum(weights + 4 * t * k, 4, k, parts + 4 * t * k * d, d, to)
+        weighted_sum(weights + 4 * t * k, 4, k, parts + 4 * t * k * d, d, to)
         if plus != 0:
             for i in range(0, 4 * d, 4):
                 f32_put(to + i, f32_at(to + i) + f32_at(plus + 4 * t * d + i))
@@ -174,10 +176,10 @@ def hc_enter(
         for s in range(0, size, 4):
             f32_put(m + s, sigmoid1(f32_at(m + s) * f32_at(scale) + f32_at(base + s)) + eps2)
         if norm != 0:
-            _weighted_sum(m, 4, n_streams, x, d, h)
+            weighted_sum(m, 4, n_streams, x, d, h)
             scale_span(h, inverse_rms(h, d, eps1), norm, d, out + 4 * t * d)
         else:
-            _weighted_sum(m, 4, n_streams, x, d, out + 4 * t * d)
+            weighted_sum(m, 4, n_streams, x, d, out + 4 * t * d)
         if n_rows > n_streams:
             for s in range(0, size, 4):
                 mixed = f32_at(m + size + s) * f32_at(scale + 4) + f32_at(base + size + s)
@@ -232,7 +234,7 @@ def early_scores(scores: Any, bias: Any, n_tokens: Any, n: Any, out: Any) -> Non
 
 
 @inner
-def _choose(ranks: Any, k: Any, ids: Any) -> None:
+def choose(ranks: Any, k: Any, ids: Any) -> None:
     """The k largest of `ranks`, ties to the lower index, written to `ids` in ascending order."""
     taken = np.zeros(ranks.size, dtype=np.uint8)
     for _ in range(k):
@@ -278,7 +280,7 @@ def route(
                 ranks[e] = _score(f32_at(row + 4 * e))
                 if bias != 0:
                     ranks[e] += f32_at(bias + 4 * e)
-            _choose(ranks, k, to)
+            choose(ranks, k, to)
         total = _single(0.0)
         for i in range(k):
             value = _score(f32_at(row + 4 * i32_at(to + 4 * i)))
