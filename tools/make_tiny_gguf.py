@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,10 @@ class TinyConfig:
     """Sizes and types. `ratios` is cut or repeated to `n_layers` by `for_layers`.
 
     `expert_types` is one type name, a mapping by role, or a sequence of these that layers take in
-    turn. `nextn` appends that many next-token blocks behind the main layers.
+    turn. `matrix_type` is one type name, or several that the dense matrices take in turn; where a
+    row is no multiple of the type's block, Q8_0 or F16 stands in. `nextn` appends that many
+    next-token blocks behind the main layers, `extra_ratios` are spare entries behind the others in
+    `compress_ratios`. `metadata` overrides keys below `deepseek4.`; None leaves a key out.
     """
 
     n_layers: int = 6
@@ -55,12 +59,24 @@ class TinyConfig:
     indexer_dim: int = 64
     indexer_top_k: int = 8
     clamp: float = 10.0
+    shared_clamp: float | None = None
     rms_eps: float = 1e-6
+    hc_eps: float = 1e-6
+    sinkhorn: int = 20
+    weights_norm: bool = True
+    weights_scale: float = 1.5
+    rope_scaling: str = "yarn"
+    rope_factor: float = 16.0
+    rope_original: int = 65536
     context: int = 4096
     expert_types: str | Mapping[str, str] | Sequence[str | Mapping[str, str]] = "MXFP4"
-    matrix_type: str = "Q8_0"
+    matrix_type: str | Sequence[str] = "Q8_0"
     embedding_type: str = "BF16"
+    router_type: str = "BF16"
+    image_bias: bool = False
     nextn: int = 0
+    extra_ratios: tuple[int, ...] = (0,)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: bool = True
     seed: int = 0
     shards: int = 1
@@ -133,6 +149,15 @@ class _Model:
         self.config = config
         self.rng = np.random.default_rng(config.seed)
         self.n_tensors = 0
+        types = config.matrix_type
+        self.types = cycle([types] if isinstance(types, str) else types)
+
+    def dense(self, name: str, *shape: int) -> None:
+        """A matrix of the next of the dense matrices' types that fits its rows."""
+        for kind in (next(self.types), "Q8_0", "F16"):
+            if shape[-1] % GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0] == 0:
+                break
+        self.matrix(name, *shape, kind=kind)
 
     def matrix(self, name: str, *shape: int, kind: str | GGMLQuantizationType = "F32") -> None:
         """A random matrix that keeps the size of what goes through it."""
@@ -150,17 +175,16 @@ class _Model:
     def layer(self, layer: int) -> None:
         """One block, main or next-token."""
         c, p = self.config, f"blk.{layer}."
-        kind = c.matrix_type
         self.vector(p + "attn_norm.weight", c.hidden, mean=1)
         self.vector(p + "attn_sinks.weight", c.n_heads, std=1)
-        self.matrix(p + "attn_q_a.weight", c.q_rank, c.hidden, kind=kind)
+        self.dense(p + "attn_q_a.weight", c.q_rank, c.hidden)
         self.vector(p + "attn_q_a_norm.weight", c.q_rank, mean=1)
-        self.matrix(p + "attn_q_b.weight", c.n_heads * c.head_dim, c.q_rank, kind=kind)
-        self.matrix(p + "attn_kv.weight", c.head_dim, c.hidden, kind=kind)
+        self.dense(p + "attn_q_b.weight", c.n_heads * c.head_dim, c.q_rank)
+        self.dense(p + "attn_kv.weight", c.head_dim, c.hidden)
         self.vector(p + "attn_kv_a_norm.weight", c.head_dim, mean=1)
         out, group = c.out_rank * c.out_groups, c.n_heads * c.head_dim // c.out_groups
-        self.matrix(p + "attn_output_a.weight", out, group, kind=kind)
-        self.matrix(p + "attn_output_b.weight", c.hidden, out, kind=kind)
+        self.dense(p + "attn_output_a.weight", out, group)
+        self.dense(p + "attn_output_b.weight", c.hidden, out)
         for part in ("attn", "ffn"):
             mix = STREAMS * (STREAMS + 2)
             self.matrix(p + f"hc_{part}_fn.weight", mix, STREAMS * c.hidden)
@@ -171,22 +195,22 @@ class _Model:
 
     def compressors(self, p: str, ratio: int) -> None:
         """What a layer with compressed attention has beside the window."""
-        c, kind = self.config, self.config.matrix_type
+        c = self.config
         if not ratio:
             return
         wide = (2 if ratio == 4 else 1) * c.head_dim
-        self.matrix(p + "attn_compressor_kv.weight", wide, c.hidden, kind=kind)
-        self.matrix(p + "attn_compressor_gate.weight", wide, c.hidden, kind=kind)
+        self.dense(p + "attn_compressor_kv.weight", wide, c.hidden)
+        self.dense(p + "attn_compressor_gate.weight", wide, c.hidden)
         self.vector(p + "attn_compressor_ape.weight", ratio, wide, std=0.5)
         self.vector(p + "attn_compressor_norm.weight", c.head_dim, mean=1)
         if ratio != 4:
             return
         n = c.indexer_heads
-        self.matrix(p + "indexer.proj.weight", n, c.hidden, kind=kind)
-        self.matrix(p + "indexer.attn_q_b.weight", n * c.indexer_dim, c.q_rank, kind=kind)
+        self.dense(p + "indexer.proj.weight", n, c.hidden)
+        self.dense(p + "indexer.attn_q_b.weight", n * c.indexer_dim, c.q_rank)
         for part in ("kv", "gate"):
             name = p + f"indexer_compressor_{part}.weight"
-            self.matrix(name, 2 * c.indexer_dim, c.hidden, kind=kind)
+            self.dense(name, 2 * c.indexer_dim, c.hidden)
         self.vector(p + "indexer_compressor_ape.weight", 4, 2 * c.indexer_dim, std=0.5)
         self.vector(p + "indexer_compressor_norm.weight", c.indexer_dim, mean=1)
 
@@ -194,13 +218,15 @@ class _Model:
         """Router or table, routed experts, shared expert."""
         c, p = self.config, f"blk.{layer}."
         self.vector(p + "ffn_norm.weight", c.hidden, mean=1)
-        self.matrix(p + "ffn_gate_inp.weight", c.n_experts, c.hidden, kind="BF16")
+        self.matrix(p + "ffn_gate_inp.weight", c.n_experts, c.hidden, kind=c.router_type)
         if layer < c.hash_layers:
             order = self.rng.random((c.n_vocab, c.n_experts)).argsort(axis=1)
             table = order[:, : c.n_used].astype(np.int32)
             self.raw(p + "ffn_gate_tid2eid.weight", table, GGMLQuantizationType.I32)
         else:
             self.vector(p + "exp_probs_b.bias", c.n_experts, std=0.3)
+        if c.image_bias:
+            self.vector(p + "exp_probs_b_vl.bias", c.n_experts, std=2)
         for role in ROLES:
             shape = (c.hidden, c.width) if role == "down" else (c.width, c.hidden)
             kind = c.expert_type(layer, role)
@@ -208,13 +234,13 @@ class _Model:
         shared = c.width * c.n_shared
         for role in ROLES:
             shape = (c.hidden, shared) if role == "down" else (shared, c.hidden)
-            self.matrix(p + f"ffn_{role}_shexp.weight", *shape, kind=c.matrix_type)
+            self.dense(p + f"ffn_{role}_shexp.weight", *shape)
 
     def nextn(self, layer: int) -> None:
         """A next-token block: a layer, and what joins the embedding to the state."""
         c, p = self.config, f"blk.{layer}.nextn."
         self.layer(layer)
-        self.matrix(p + "eh_proj.weight", c.hidden, 2 * c.hidden, kind=c.matrix_type)
+        self.dense(p + "eh_proj.weight", c.hidden, 2 * c.hidden)
         self.vector(p + "enorm.weight", c.hidden, mean=1)
         self.vector(p + "hnorm.weight", c.hidden, mean=1)
 
@@ -225,7 +251,7 @@ class _Model:
         self.vector("output_hc_base.weight", STREAMS, std=1)
         self.vector("output_hc_scale.weight", 1, mean=1)
         self.vector("output_norm.weight", c.hidden, mean=1)
-        self.matrix("output.weight", c.n_vocab, c.hidden, kind=c.matrix_type)
+        self.dense("output.weight", c.n_vocab, c.hidden)
 
 
 def _metadata(c: TinyConfig) -> dict[str, Any]:
@@ -248,31 +274,32 @@ def _metadata(c: TinyConfig) -> dict[str, Any]:
         "attention.indexer.top_k": c.indexer_top_k,
         "attention.output_group_count": c.out_groups,
         "attention.output_lora_rank": c.out_rank,
-        # One more than there are blocks, as in published files.
-        "attention.compress_ratios": [c.layer_ratio(i) for i in range(blocks)] + [0],
+        # More than there are blocks, as in published files.
+        "attention.compress_ratios": [*map(c.layer_ratio, range(blocks)), *c.extra_ratios],
         "attention.compress_rope_freq_base": 160000.0,
         "rope.dimension_count": c.rope_dims,
         "rope.freq_base": 10000.0,
-        "rope.scaling.type": "yarn",
-        "rope.scaling.factor": 16.0,
-        "rope.scaling.original_context_length": 65536,
+        "rope.scaling.type": c.rope_scaling,
+        "rope.scaling.factor": c.rope_factor,
+        "rope.scaling.original_context_length": c.rope_original,
         "rope.scaling.yarn_beta_fast": 32.0,
         "rope.scaling.yarn_beta_slow": 1.0,
         "hyper_connection.count": STREAMS,
-        "hyper_connection.sinkhorn_iterations": 20,
-        "hyper_connection.epsilon": 1e-6,
+        "hyper_connection.sinkhorn_iterations": c.sinkhorn,
+        "hyper_connection.epsilon": c.hc_eps,
         "hash_layer_count": c.hash_layers,
         "expert_count": c.n_experts,
         "expert_used_count": c.n_used,
         "expert_feed_forward_length": c.width,
         "expert_shared_count": c.n_shared,
-        "expert_weights_scale": 1.5,
-        "expert_weights_norm": True,
+        "expert_weights_scale": c.weights_scale,
+        "expert_weights_norm": c.weights_norm,
         "expert_gating_func": 4,
         "swiglu_clamp_exp": [c.clamp] * blocks,
-        "swiglu_clamp_shexp": [c.clamp] * blocks,
+        "swiglu_clamp_shexp": [c.clamp if c.shared_clamp is None else c.shared_clamp] * blocks,
         "vocab_size": c.n_vocab,
         **({"nextn_predict_layers": c.nextn} if c.nextn else {}),
+        **c.metadata,
     }
 
 
@@ -284,6 +311,8 @@ def _add_metadata(writer: gguf.GGUFWriter, c: TinyConfig) -> None:
         writer.add_custom_alignment(c.alignment)
     for suffix, value in _metadata(c).items():
         key = f"deepseek4.{suffix}"
+        if value is None:
+            continue
         if isinstance(value, bool):
             writer.add_bool(key, value)
         elif isinstance(value, int):
