@@ -1,4 +1,4 @@
-"""The compiled ops inherit Kimi's operations in plain torch; their promise must hold there too."""
+"""Rows of the Kimi operations depend on themselves alone: on no batch and no cut into calls."""
 
 from __future__ import annotations
 
