@@ -7,12 +7,15 @@ than the model, so that its experts stream as those of a large one do.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from aprefetch import embedded
 from aprefetch.config import RuntimeConfig
@@ -22,7 +25,6 @@ from aprefetch.errors import (
     AprefetchError,
     BudgetError,
     ConfigError,
-    DeviceError,
     UnsupportedModelError,
 )
 from aprefetch.models import registry
@@ -160,10 +162,16 @@ def open_device(config: RuntimeConfig) -> Device:
     Raises:
         DeviceError: this version or machine does not have it.
     """
-    if config.device == "cuda":
-        raise DeviceError("device 'cuda' is not supported by this version; use 'auto' or 'cpu'")
+    if config.device == "cuda" or (config.device == "auto" and _has_cuda()):
+        from aprefetch.device.cuda import CudaDevice
+
+        return CudaDevice()
     kernels = "numba" if config.kernels == "fast" else config.kernels
     return CpuDevice(kernels, config.n_threads)
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
 
 
 def examine(

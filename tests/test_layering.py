@@ -16,6 +16,7 @@ LEVELS = {
     "aprefetch.plan": 7,
     "aprefetch.prompts": 7,
     "aprefetch.loading": 7,
+    "aprefetch.doctor": 7,
     "aprefetch.inspection": 7,
     "aprefetch.engine": 6,
     "aprefetch.models": 5,

@@ -8,13 +8,14 @@ before a command runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
 from collections.abc import Sequence
 
 from aprefetch._version import __version__
-from aprefetch.cli import chat, inspect, pack, plan, run, score, serve, trace, verify
+from aprefetch.cli import chat, doctor, inspect, pack, plan, run, score, serve, trace, verify
 from aprefetch.errors import AprefetchError, ConfigError, InvalidRequestError
 
 __all__ = ["build_parser", "main"]
@@ -30,13 +31,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="aprefetch", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"aprefetch {__version__}")
     commands = parser.add_subparsers(dest="command_name", metavar="COMMAND", required=True)
-    for module in (run, chat, serve, inspect, plan, score, trace, pack, verify):
+    for module in (run, chat, serve, inspect, plan, score, trace, pack, verify, doctor):
         module.add_parser(commands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
+    _fill_standard_streams()
     args = build_parser().parse_args(argv)
     _set_up_logging(getattr(args, "verbose", 0))
     if hasattr(sys.stdout, "reconfigure"):
@@ -48,13 +50,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # The reader went away. Python flushes stdout at exit and would complain once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return 1
+    except MemoryError as error:
+        detail = f" ({error})" if str(error) else ""
+        return _complain(AprefetchError(f"out of memory{detail}; give smaller budgets"), 1)
+    except OSError as error:
+        # Files are read and written under names of their own errors; this is stdout or the system.
+        _drop_stdout()
+        return _complain(AprefetchError(str(error.strerror or error)), 1)
     except (ConfigError, InvalidRequestError) as error:
         return _complain(error, 2)
     except AprefetchError as error:
         return _complain(error, 1)
+
+
+def _fill_standard_streams() -> None:
+    """Put the null device where stdin, stdout or stderr is closed.
+
+    Otherwise the next file that is opened gets its number, and libraries write into it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+        mode = "r" if name == "stdin" else "w"
+        setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+
+
+def _drop_stdout() -> None:
+    """The reader went away: Python flushes stdout at exit, and would complain once more."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _complain(error: AprefetchError, code: int) -> int:
