@@ -71,16 +71,15 @@ def experts(ops: TritonOps, ggml_type: int, n_rows: int) -> tuple[float, float, 
         for i in range(0, n_rows, tokens)
     ]
     pairs = torch.arange(TOP_K * n_rows, device="cuda")
-    x, hidden = torch.randn(n_rows * TOP_K, D, device="cuda"), torch.empty(
-        n_rows * TOP_K, F, device="cuda"
+    x, hidden = (
+        torch.randn(n_rows * TOP_K, D, device="cuda"),
+        torch.empty(n_rows * TOP_K, F, device="cuda"),
     )
     out = torch.empty(n_rows * TOP_K, D, device="cuda")
     counter = torch.zeros(1, dtype=torch.int64, device="cuda")
     calls = []
     for s in range(SETS):
-        table = torch.tensor(
-            [((s * TOP_K + e) * stride, b, n) for e, b, n in tiles], device="cuda"
-        )
+        table = torch.tensor([((s * TOP_K + e) * stride, b, n) for e, b, n in tiles], device="cuda")
         calls.append(
             lambda table=table: ops.experts_from_table(
                 x, arena, layout, table, len(tiles), 1, counter, pairs, 10.0, hidden, out, pairs,
@@ -116,14 +115,14 @@ def dense(ops: TritonOps, ggml_type: int, n_out: int, n_in: int, n_rows: int) ->
 def main() -> None:
     """Print the tables."""
     ops = TritonOps("cuda")
-    a = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    a = torch.empty(2**29, device="cuda")
     b = torch.empty_like(a)
-    copy = 2 * a.numel() / timed([lambda: b.copy_(a)] * 4) / 1e3
+    copy = 8 * a.numel() / timed([lambda: b.copy_(a)] * 4) / 1e3
     print(f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s (read + write)")
-    del a, b
+
     print("type    rows  gate+up us  down us  GB/s of weights   % of copy")
     for ggml_type in (39, 8, 10, 11, 12, 13, 14, 30):
-        for n_rows in (1, 4, 16) if ggml_type == 39 else (1,):
+        for n_rows in (1, 8) if ggml_type == 39 else (1,):
             first, second, n_bytes = experts(ops, ggml_type, n_rows)
             rate = n_bytes / (first + second) / 1e3
             print(

@@ -6,8 +6,8 @@ sleep on blocking events and report in batches, through one callback per loop tu
 comes after its bytes have landed, so compute that is enqueued later needs no stream-side wait.
 
 Host memory is an anonymous mapping that is registered with the driver. Where that fails the arena
-stays pageable: `n_pageable_bytes` counts it, and its copies go through the copy thread, since a copy
-from pageable memory blocks its caller.
+stays pageable: `n_pageable_bytes` counts it, and its copies go through the copy thread, since a
+copy from pageable memory blocks its caller.
 """
 
 from __future__ import annotations
@@ -52,9 +52,8 @@ class CudaHostArena(CpuHostArena):
         self._address = self.tensor.data_ptr()
         if n_bytes == 0:
             return
-        cudart: Any = torch.cuda.cudart()
         try:
-            code = int(cudart.cudaHostRegister(self._address, n_bytes, 0))
+            code = int(self._runtime().cudaHostRegister(self._address, n_bytes, 0))
         except RuntimeError:
             code = -1
         self.is_pinned = code == 0
@@ -67,12 +66,15 @@ class CudaHostArena(CpuHostArena):
                 code,
             )
 
+    @staticmethod
+    def _runtime() -> Any:
+        return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
     def close(self) -> None:
         """Unpin and forget the block; no copy may be under way. Idempotent."""
         if self.is_pinned:
             self.is_pinned = False
-            cudart: Any = torch.cuda.cudart()
-            if int(cudart.cudaHostUnregister(self._address)) != 0:
+            if int(self._runtime().cudaHostUnregister(self._address)) != 0:
                 _absorb_error()
         super().close()
 
@@ -95,7 +97,7 @@ class CudaTicket:
 
     def done(self) -> bool:
         """Whether that compute has finished; never blocks."""
-        return bool(self.event.query())
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
 _Waiting = tuple[torch.cuda.Event, Callable[[Exception | None], None]]
@@ -183,7 +185,7 @@ class CudaDevice:
         self._reserve_bytes = reserve_bytes
         self._ops: Ops | None = None
         self._closed = False
-        self._copies = torch.cuda.Stream(self.torch_device)
+        self._copies = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         self._copy_waiter = _Waiter("aprefetch-copy-waiter", self.torch_device)
         self._compute_waiter = _Waiter("aprefetch-compute-waiter", self.torch_device)
         self._copier: ThreadPoolExecutor | None = None
@@ -248,7 +250,7 @@ class CudaDevice:
         self._copy_waiter.add(self._enqueue(copies), done)
 
     def _enqueue(self, copies: Sequence[Copy]) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._copies):
             for dst, src in copies:
                 dst.copy_(src, non_blocking=True)
@@ -279,7 +281,7 @@ class CudaDevice:
     # Compute
 
     def record(self) -> CudaTicket:
-        event = torch.cuda.Event(blocking=True)
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         return CudaTicket(event)
 

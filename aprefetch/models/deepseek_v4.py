@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,10 @@ from aprefetch.models.layers import FusedLinear, RotaryTable, yarn_frequencies
 from aprefetch.models.loading import DenseLoader, DenseSource
 from aprefetch.models.moe import RoutedCall
 from aprefetch.types import LayerLayout
+
+if TYPE_CHECKING:
+    from aprefetch.kernels.triton.ops import TritonOps
+    from aprefetch.models.deepseek_v4_graph import GraphDecoder
 
 __all__ = ["ARCHITECTURE", "DeepseekV4", "DeepseekV4Args", "n_main_layers"]
 
@@ -61,6 +66,16 @@ class _HyperConnection:
             hc_eps=self._hc_eps,
             n_iterations=self._n_iterations,
         )
+
+    def enter_into(
+        self, ops: TritonOps, streams: Tensor, out: Tensor, post: Tensor, comb: Tensor
+    ) -> None:
+        """`enter` into memory of the caller's; on CUDA."""
+        n_rows, s, d = streams.shape
+        ops.hc_into(
+            streams, self.fn, self.scale, self.base, self.norm, s * (s + 2), self._eps,
+            self._hc_eps, self._n_iterations, out, post, comb, ops.hc_part(n_rows, s, d),
+        )  # fmt: skip
 
     def follow(
         self, ops: Ops, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor
@@ -92,7 +107,7 @@ class _FeedForward:
     def __init__(
         self, load: DenseLoader, layer: int, args: DeepseekV4Args, layout: LayerLayout
     ) -> None:
-        self._args, self.layer, self._layout = args, layer, layout
+        self._args, self.layer, self.layout = args, layer, layout
         p, d = f"blk.{layer}.", args.hidden_size
         self.router = load.matrix(p + "ffn_gate_inp.weight", args.n_experts, d, "routers")
         self.bias: Tensor | None = None
@@ -139,13 +154,17 @@ class _FeedForward:
     def call(self, ops: Ops, v: Tensor, ids: Tensor, streams: Tensor) -> RoutedCall:
         return RoutedCall(
             layer=self.layer,
-            layout=self._layout,
+            layout=self.layout,
             ops=ops,
             x=v,
             ids=ids,
             limit=self._args.routed_limits[self.layer],
             streams=streams,
         )
+
+    def shared_hidden(self, ops: Ops, v: Tensor) -> Tensor:
+        gate, up = self.shared_inputs(ops, v)
+        return ops.swiglu(gate, up, self._args.shared_limits[self.layer])
 
     def shared(self, ops: Ops, v: Tensor) -> Tensor:
         limit = self._args.shared_limits[self.layer]
@@ -224,6 +243,7 @@ class DeepseekV4:
             if block.ffn.table is None
         }
         self.info = self._info(source, load)
+        self._decoder = _decoder(self, ops)
 
     def _check_layouts(self, layouts: Mapping[int, LayerLayout]) -> None:
         args = self.args
@@ -270,6 +290,10 @@ class DeepseekV4:
         ops = self._ops
         return lambda streams: block.ffn.scores(ops, block.hc_ffn.route_input(ops, streams))
 
+    def rope(self, scaled: bool) -> RotaryTable:
+        """The rotary table of layers with (or without) compressed rows."""
+        return self._scaled_rope if scaled else self._plain_rope
+
     def new_state(self) -> DeepseekV4State:
         """Empty caches for a new sequence."""
         return DeepseekV4State([block.attention.new_state(self._device) for block in self.blocks])
@@ -283,11 +307,18 @@ class DeepseekV4:
 
     def forward(self, chunks: Sequence[Chunk]) -> Generator[RoutedCall, None, list[Tensor | None]]:
         """One step over a ragged batch; see `aprefetch.models.base.Model.forward`."""
+        chunk = chunks[0]
+        if self._decoder and len(chunks) == 1 == len(chunk.token_ids) and chunk.logits == "last":
+            assert isinstance(chunk.state, DeepseekV4State)
+            if self._decoder.ready(chunk.state):
+                return (yield from self._decoder.forward(chunk.state, int(chunk.token_ids[0])))
+            self._decoder = None
         ops, args = self._ops, self.args
         token_ids = np.concatenate([chunk.token_ids for chunk in chunks])
         spans, start = [], 0
         for chunk in chunks:
             assert isinstance(chunk.state, DeepseekV4State)
+            chunk.state.come_back()
             n = len(chunk.token_ids)
             spans.append(Span(chunk.state, start, n, chunk.state.n_tokens))
             start += n
@@ -336,6 +367,18 @@ class DeepseekV4:
         logits = ops.linear(ops.rms_norm(h, self.head_norm, args.rms_eps), self.head)
         sizes = [piece.stop - piece.start for piece in pieces]
         return [part if part.shape[0] else None for part in torch.split(logits, sizes)]
+
+
+def _decoder(model: DeepseekV4, ops: Ops) -> GraphDecoder | None:
+    """Captured single-token steps, where there is a GPU to capture them on."""
+    if ops.name != "triton" or not torch.cuda.is_available():
+        return None
+    from aprefetch.kernels.triton.ops import TritonOps
+    from aprefetch.models.deepseek_v4_graph import GraphDecoder
+
+    if not isinstance(ops, TritonOps) or not GraphDecoder.fits(model):
+        return None
+    return GraphDecoder(model, ops)
 
 
 def _left_unread(name: str, n_layers: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -125,11 +125,18 @@ class AttentionState:
 class DeepseekV4State:
     """Caches of one sequence: per layer a window, compressor blocks, finished rows."""
 
-    __slots__ = ("layers", "n_tokens")
+    __slots__ = ("__weakref__", "layers", "lent", "n_tokens")
 
     def __init__(self, layers: list[AttentionState]) -> None:
         self.layers = layers
         self.n_tokens = 0
+        self.lent: Callable[[DeepseekV4State], None] | None = None
+        """Set while a decoder holds the rows in caches of its own; brings them back."""
+
+    def come_back(self) -> None:
+        """Make the stores here hold all rows."""
+        if self.lent is not None:
+            self.lent(self)
 
     @property
     def n_bytes(self) -> int:
@@ -141,6 +148,7 @@ class DeepseekV4State:
 
     def dump(self) -> list[StatePart]:
         """All stores, as views."""
+        self.come_back()
         return [part for store in self._stores() for part in store.dump()]
 
     def load(self, parts: Sequence[StatePart], n_tokens: int) -> None:
@@ -149,6 +157,7 @@ class DeepseekV4State:
         Raises:
             ValueError: they are of another model.
         """
+        self.lent = None
         stores = self._stores()
         if len(parts) != len(stores):
             raise ValueError(f"a state of {len(parts)} parts where {len(stores)} are wanted")

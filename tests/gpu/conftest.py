@@ -20,3 +20,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.gpu)
         if not torch.cuda.is_available():
             item.add_marker(missing)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _context() -> None:
+    """The driver opens devices and threads once; they are not what a test leaves behind."""
+    if torch.cuda.is_available():
+        torch.ones(8, device="cuda").sum().item()
+        torch.cuda.Stream()

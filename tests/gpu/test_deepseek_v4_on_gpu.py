@@ -88,3 +88,27 @@ def test_waves_and_order_do_not_change_a_bit(resident, oracle):
             for lease in reversed(resident.leases(call)):
                 call.run(resident.arena, [lease])
     assert torch.equal(whole, logits)
+
+
+@pytest.mark.parametrize("capacity", [2048, 32])
+def test_captured_decode_equals_the_ordinary_forward(oracle_dir, oracle, capacity):
+    """The same bits, with the indexer's choice coming in and the caches growing on the way."""
+    from aprefetch.kernels.triton.ops import TritonOps
+
+    resident = Resident(oracle_dir / "tiny-deepseek4-mxfp4.gguf", TritonOps("cuda"), "cuda")
+    ids = oracle[0]["prompts"]["p300"]["ids"]
+    whole = resident.logits(ids)
+    resident.model._decoder._first_capacity = capacity
+    first, second = resident.model.new_state(), resident.model.new_state()
+    for state, n in ((first, 30), (second, 1)):
+        resident.step([Chunk(state, np.array(ids[:n]), "none")])
+    for i in range(30, 200):
+        assert torch.equal(resident.step([Chunk(first, np.array(ids[i : i + 1]))])[0][0], whole[i])
+        if i % 40 == 0:  # another sequence moves in and out
+            j = second.n_tokens
+            logits = resident.step([Chunk(second, np.array(ids[j : j + 1]))])[0]
+            assert torch.equal(logits[0], whole[j])
+    # Back to the ordinary forward, in the middle of blocks.
+    rest = resident.step([Chunk(first, np.array(ids[200:]), "all")])[0]
+    assert torch.equal(rest, whole[200:])
+    resident.source.close()

@@ -121,7 +121,7 @@ def combine_kernel(
     for g in range(0, used):
         largest = tl.load(stat_ptr + (at + g) * 2)
         factor = tl.exp(largest - top)
-        total += factor * tl.load(stat_ptr + (at + g) * 2 + 1)
+        total = tl.fma(factor, tl.load(stat_ptr + (at + g) * 2 + 1), total)
         partial = tl.load(part_ptr + (at + g) * D + i, mask=i < D, other=0.0)
         value += tl.where(factor > 0.0, factor * partial, 0.0)  # an empty group wrote no partial
     tl.store(out_ptr + (t.to(tl.int64) * H + h) * D + i, value / total, mask=i < D)

@@ -169,7 +169,7 @@ def add_columns(acc, q, scale, offset, x, SCALED: tl.constexpr, OFFSET: tl.const
     s = tl.fma(q[7], x[7], tl.fma(q[6], x[6], tl.fma(q[5], x[5], tl.fma(q[4], x[4], tl.fma(
         q[3], x[3], tl.fma(q[2], x[2], tl.fma(q[1], x[1], q[0] * x[0]))))))
     )  # fmt: skip
-    if SCALED:
+    if SCALED:  # noqa: SIM108  # decided when compiling
         acc = tl.fma(s, scale, acc)
     else:
         acc = acc + s

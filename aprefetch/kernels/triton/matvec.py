@@ -18,6 +18,7 @@ __all__ = [
     "columns_of",
     "expert_down_kernel",
     "expert_gate_up_kernel",
+    "fetch_table_kernel",
     "linear_kernel",
     "rows_of",
 ]
@@ -165,10 +166,9 @@ def expert_gate_up_kernel(
     The table starts `counter % table_rows` rows of `n_tiles` entries on.
     """
     entry = table_ptr + ((tl.load(counter_ptr) % table_rows) * n_tiles + tl.program_id(0)) * 3
-    slot = tl.load(entry)
+    slot, begin, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     if slot < 0:
         return
-    begin, n = tl.load(entry + 1), tl.load(entry + 2)
     first = tl.program_id(1) * R
     x_rows, at, alive = (), (), ()
     for t in tl.static_range(T):
@@ -210,10 +210,9 @@ def expert_down_kernel(
 ):  # fmt: skip
     """`out[out_rows[pair]] = down hidden[pair]`; grid (tiles, row tiles of D)."""
     entry = table_ptr + ((tl.load(counter_ptr) % table_rows) * n_tiles + tl.program_id(0)) * 3
-    slot = tl.load(entry)
+    slot, begin, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     if slot < 0:
         return
-    begin, n = tl.load(entry + 1), tl.load(entry + 2)
     first = tl.program_id(1) * R
     rows, at, alive = (), (), ()
     for t in tl.static_range(T):
@@ -227,3 +226,13 @@ def expert_down_kernel(
         N_IN, ROW_BYTES, FORMAT, HALVES, SCALED, OFFSET, MASKED, T, R, C,
     )  # fmt: skip
     _store_rows(at, alive, first, D, sums, T, R)
+
+
+@triton.jit
+def fetch_table_kernel(host_ptr, table_ptr, counter_ptr, n_rows, N: tl.constexpr, B: tl.constexpr):
+    """Row `counter % n_rows` of a table in pinned host memory to the device; then count one on."""
+    n = tl.load(counter_ptr)
+    i = tl.arange(0, B)
+    values = tl.load(host_ptr + (n % n_rows) * N + i, mask=i < N, other=-1)
+    tl.store(table_ptr + i, values, mask=i < N)
+    tl.store(counter_ptr, n + 1)

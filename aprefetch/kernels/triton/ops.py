@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from aprefetch.kernels.cpu.reference import ReferenceOps
+from aprefetch.kernels.ops import Situ
 from aprefetch.kernels.triton import attention, matvec, rows
 from aprefetch.kernels.triton.blocks import BLOCK_TYPES, HAS_OFFSET, NIBBLE_HALVES, UNSCALED
 from aprefetch.quant import dequantize, row_bytes
@@ -29,8 +30,10 @@ MAX_TILE_TOKENS = 4
 
 _MAX_PART_BYTES = 256 * 2**20  # partial results of attention kept at a time
 _MANY_ROWS = 16384
+_EXPERT_ROWS = 4  # a multiple of 4, so that blocks of any size start at whole words
 _GROUP_KEYS = 32  # keys per partial result of attention
 _SLICE = 1024  # elements per program of elementwise kernels
+_LEAVE_SLICE = 128
 _HC_SLICE = 1024  # elements of the flattened streams per partial product
 _SMALLEST_WEIGHT_SUM = 2.0**-14
 
@@ -52,7 +55,7 @@ class _Shape:
 
 @functools.cache
 def _shape(ggml_type: int, n_in: int, n_out: int, expert: bool = False) -> _Shape:
-    n_tile = 4 if expert or n_out >= 2048 else 1
+    n_tile = _EXPERT_ROWS if expert else 4 if n_out >= 2048 else 1
     return _Shape(ggml_type, n_in, n_out, n_tile, expert or n_out >= _MANY_ROWS)
 
 
@@ -61,7 +64,7 @@ def _tile_tokens(n: int) -> int:
 
 
 def _block(n: int) -> int:
-    return max(16, triton.next_power_of_2(n))
+    return max(16, int(triton.next_power_of_2(n)))
 
 
 def _warps(n: int) -> int:
@@ -141,12 +144,16 @@ class TritonOps(ReferenceOps):
         limit: float,
         out: Tensor,
         out_rows: Tensor,
+        activation: Situ | None = None,
     ) -> None:
         gate, up, down = layout.roles
-        if not all(r.ggml_type in BLOCK_TYPES and r.n_in % 8 == 0 for r in layout.roles):
+        if activation is not None or not all(
+            r.ggml_type in BLOCK_TYPES and r.n_in % 8 == 0 for r in layout.roles
+        ):
             super().experts(
-                x, arena, slot_offsets, layout, pair_starts, pair_rows, limit, out, out_rows
-            )
+                x, arena, slot_offsets, layout, pair_starts, pair_rows, limit, out, out_rows,
+                activation,
+            )  # fmt: skip
             return
         counts = np.diff(pair_starts)
         tokens = _tile_tokens(int(counts.max()))
@@ -187,21 +194,21 @@ class TritonOps(ReferenceOps):
         gate_at, up_at, down_at = layout.device_offsets
         g = _shape(gate.ggml_type, gate.n_in, gate.n_out, True)
         u = _shape(up.ggml_type, up.n_in, up.n_out, True)
-        matvec.expert_gate_up_kernel[(n_tiles, triton.cdiv(gate.n_out, 4))](
+        matvec.expert_gate_up_kernel[(n_tiles, triton.cdiv(gate.n_out, _EXPERT_ROWS))](
             x, arena, table, pair_rows, hidden, counter, float(limit), gate_at, up_at, n_tiles,
             table_rows, gate.n_out,
             N_IN=gate.n_in, GATE_BYTES=g.row_bytes, UP_BYTES=u.row_bytes,
             GATE=gate.ggml_type, UP=up.ggml_type, GATE_HALVES=g.halves, UP_HALVES=u.halves,
             GATE_SCALED=g.scaled, UP_SCALED=u.scaled, MASKED=g.masked or u.masked,
             GATE_OFFSET=g.offset, UP_OFFSET=u.offset,
-            T=tokens, R=4, C=g.columns, num_warps=g.columns // 32,
+            T=tokens, R=_EXPERT_ROWS, C=g.columns, num_warps=g.columns // 32,
         )  # fmt: skip
         d = _shape(down.ggml_type, down.n_in, down.n_out, True)
-        matvec.expert_down_kernel[(n_tiles, triton.cdiv(down.n_out, 4))](
+        matvec.expert_down_kernel[(n_tiles, triton.cdiv(down.n_out, _EXPERT_ROWS))](
             hidden, arena, table, out_rows, out, counter, down_at, n_tiles, table_rows, down.n_out,
             N_IN=down.n_in, ROW_BYTES=d.row_bytes, FORMAT=down.ggml_type, HALVES=d.halves,
             SCALED=d.scaled, OFFSET=d.offset, MASKED=d.masked,
-            T=tokens, R=4, C=d.columns, num_warps=d.columns // 32,
+            T=tokens, R=_EXPERT_ROWS, C=d.columns, num_warps=d.columns // 32,
         )  # fmt: skip
 
     def sum_experts(self, parts: Tensor, weights: Tensor) -> Tensor:
@@ -355,13 +362,28 @@ class TritonOps(ReferenceOps):
         return out
 
     def hc_leave(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-        y, streams = y.contiguous(), streams.contiguous()
-        n_rows, s, d = streams.shape
+        streams = streams.contiguous()
         out = torch.empty_like(streams)
-        rows.hc_leave_kernel[(n_rows, triton.cdiv(d, _SLICE))](
-            y, streams, post, comb, out, y, y, d, S=s, K=0, B=_SLICE
-        )
+        self.hc_leave_into(y.contiguous(), streams, post, comb, out)
         return out
+
+    def hc_leave_into(
+        self,
+        y: Tensor,
+        streams: Tensor,
+        post: Tensor,
+        comb: Tensor,
+        out: Tensor,
+        parts: Tensor | None = None,
+        weights: Tensor | None = None,
+    ) -> None:
+        """`hc_leave`; with `parts [T, K, D]` and `weights [T, K]` their sum joins y first."""
+        n_rows, s, d = streams.shape
+        rows.hc_leave_kernel[(n_rows, triton.cdiv(d, _LEAVE_SLICE))](
+            y, streams, post, comb, out, y if parts is None else parts,
+            y if weights is None else weights, d,
+            S=s, K=0 if weights is None else weights.shape[1], B=_LEAVE_SLICE,
+        )  # fmt: skip
 
     # Attention
 
@@ -382,7 +404,7 @@ class TritonOps(ReferenceOps):
         n_keys = 0
         if rows is not None:
             n_keys = rows.shape[0] if selected is None else selected.shape[1]
-        n_groups = triton.cdiv(window, _GROUP_KEYS) + triton.cdiv(n_keys, _GROUP_KEYS)
+        n_groups = self.attend_groups(window, n_keys)
         step = max(1, _MAX_PART_BYTES // (q.shape[1] * n_groups * q.shape[2] * 4))
         for t in range(0, q.shape[0], step):
             part = slice(t, t + step)
@@ -394,6 +416,12 @@ class TritonOps(ReferenceOps):
                 sinks, scale, out[part], n_groups, *self.attend_scratch(q[part], n_groups),
             )  # fmt: skip
         return out
+
+    @staticmethod
+    def attend_groups(window: int, n_keys: int) -> int:
+        """Partial results per head for a window and so many other keys."""
+        groups: int = triton.cdiv(window, _GROUP_KEYS) + triton.cdiv(n_keys, _GROUP_KEYS)
+        return groups
 
     def attend_scratch(self, q: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
         """Memory for the partial results of `attend_into`."""
@@ -463,6 +491,29 @@ class TritonOps(ReferenceOps):
             num_warps=_warps(2 * d),
         )  # fmt: skip
         return out
+
+    def compress_decode(
+        self,
+        kv: Tensor,
+        gate: Tensor,
+        ratio: int,
+        norm: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        out: Tensor,
+        position: Tensor,
+    ) -> None:
+        """`compress` of the block that ends at `position` (on the device), if one does.
+
+        `kv`, `gate` are rings by position, `cos`, `sin` whole tables, `out` all rows.
+        """
+        d = norm.shape[0]
+        rows.compress_kernel[(1,)](
+            kv, gate, norm, cos, sin, out, position, 0, 0, kv.shape[0], kv.shape[1], 0, eps, d,
+            cos.shape[1], RATIO=ratio, OVERLAP=kv.shape[1] == 2 * d, DECODE=True, B=_block(d),
+            num_warps=_warps(2 * d),
+        )  # fmt: skip
 
     def index_topk(
         self, q: Tensor, head_weights: Tensor, keys: Tensor, n_visible: Tensor, k: int

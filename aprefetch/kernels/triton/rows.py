@@ -1,8 +1,9 @@
 """Row-wise kernels: norms, rotary embedding, gates, hyper-connections, routing, pooling.
 
 One program owns one row (or a slice of one that no sum runs across), so a row's result cannot
-depend on its neighbours. Kernels that need a position take it from device memory when they are
-part of a captured graph.
+depend on its neighbours. Where a sum of products could be fused in more than one way, it is written
+as `fma`: variants of a kernel must agree to the last bit, and compilers choose as they like.
+Kernels that need a position take it from device memory when they are part of a captured graph.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def rope_kernel(
     b = tl.load(at + 1, mask=inside, other=0.0)
     c = tl.load(cos_ptr + t * step + j, mask=inside, other=0.0)
     s = tl.load(sin_ptr + t * step + j, mask=inside, other=0.0) * sign
-    tl.store(at, a * c - b * s, mask=inside)
-    tl.store(at + 1, a * s + b * c, mask=inside)
+    tl.store(at, tl.fma(a, c, -(b * s)), mask=inside)
+    tl.store(at + 1, tl.fma(a, s, b * c), mask=inside)
 
 
 @triton.jit
@@ -77,7 +78,8 @@ def sum_experts_kernel(parts_ptr, weights_ptr, out_ptr, K, D, B: tl.constexpr):
     )
     for k in range(1, K):
         w = tl.load(weights_ptr + t * K + k)
-        total += w * tl.load(parts_ptr + (t * K + k) * D + i, mask=inside, other=0.0)
+        p = tl.load(parts_ptr + (t * K + k) * D + i, mask=inside, other=0.0)
+        total = tl.fma(w, p, total)
     tl.store(out_ptr + t * D + i, total, mask=inside)
 
 
@@ -184,13 +186,15 @@ def hc_leave_kernel(
         )
         for k in range(1, K):
             w = tl.load(weights_ptr + t * K + k)
-            total += w * tl.load(parts_ptr + (t * K + k) * D + i, mask=inside, other=0.0)
+            p = tl.load(parts_ptr + (t * K + k) * D + i, mask=inside, other=0.0)
+            total = tl.fma(w, p, total)
         y = total + y
     for b in tl.static_range(S):
         total = tl.load(post_ptr + t * S + b) * y
         for a in tl.static_range(S):
             c = tl.load(comb_ptr + t * S * S + a * S + b)
-            total += c * tl.load(x_ptr + (t * S + a) * D + i, mask=inside, other=0.0)
+            x = tl.load(x_ptr + (t * S + a) * D + i, mask=inside, other=0.0)
+            total = tl.fma(c, x, total)
         tl.store(out_ptr + (t * S + b) * D + i, total, mask=inside)
 
 
@@ -298,12 +302,13 @@ def compress_kernel(
             g = tl.load(gate_ptr + at, mask=inside & previous, other=float("-inf"))
             w = tl.exp(g - top)
             total += w
-            pooled += w * tl.load(kv_ptr + at, mask=inside & previous, other=0.0)
+            value = tl.load(kv_ptr + at, mask=inside & previous, other=0.0)
+            pooled = tl.fma(w, value, pooled)
     for n in range(0, RATIO):
         at = ((start + n) % modulo) * stride + wide + i
         w = tl.exp(tl.load(gate_ptr + at, mask=inside, other=0.0) - top)
         total += w
-        pooled += w * tl.load(kv_ptr + at, mask=inside, other=0.0)
+        pooled = tl.fma(w, tl.load(kv_ptr + at, mask=inside, other=0.0), pooled)
     pooled = tl.where(inside, pooled / total, 0.0)
     r = 1.0 / tl.sqrt_rn(tl.sum(pooled * pooled, axis=0) / D + eps)
     out = out_ptr + row.to(tl.int64) * D
@@ -316,5 +321,5 @@ def compress_kernel(
     pair = angle + (j - plain // 2)
     c = tl.load(cos_ptr + pair, mask=rotated, other=1.0)
     s = tl.load(sin_ptr + pair, mask=rotated, other=0.0)
-    tl.store(out + 2 * j, even * c - odd * s, mask=2 * j < D)
-    tl.store(out + 2 * j + 1, even * s + odd * c, mask=2 * j < D)
+    tl.store(out + 2 * j, tl.fma(even, c, -(odd * s)), mask=2 * j < D)
+    tl.store(out + 2 * j + 1, tl.fma(even, s, odd * c), mask=2 * j < D)
