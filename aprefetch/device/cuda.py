@@ -173,8 +173,8 @@ class CudaDevice:
     def __init__(self, index: int = 0, *, reserve_bytes: int = DEFAULT_RESERVE_BYTES) -> None:
         if not torch.cuda.is_available():
             raise DeviceError(
-                "no CUDA device can be used; install a CUDA build of PyTorch and check nvidia-smi, "
-                "or choose device='cpu'"
+                "device cuda: no CUDA device can be used; install a CUDA build of PyTorch, check "
+                "nvidia-smi, or choose the device 'cpu'"
             )
         if index >= torch.cuda.device_count():
             raise DeviceError(
