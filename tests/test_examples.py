@@ -8,7 +8,12 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+LAUNCHERS = {"deepseek_v4_flash", "kimi_k3", "launcher"}  # they need a model: `test_launchers`
+EXAMPLES = [
+    path
+    for path in sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+    if path.stem not in LAUNCHERS
+]
 
 
 def test_there_are_examples() -> None:
