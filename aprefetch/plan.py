@@ -11,10 +11,12 @@ import importlib.util
 import os
 import re
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from aprefetch import embedded
@@ -32,6 +34,7 @@ from aprefetch.pipeline import budget
 from aprefetch.quant import SUPPORTED, type_name
 from aprefetch.storage import GgufExperts, ModelSource, direct_io_alignment, open_source
 from aprefetch.storage.experts import ExpertSource
+from aprefetch.storage.hf_config import check_config_beside
 from aprefetch.storage.pack import PackState, select_experts
 from aprefetch.types import ALIGNMENT
 
@@ -184,7 +187,8 @@ def examine(
 ) -> Examined:
     """Check options, header, architecture, types and budgets; then choose where experts come from.
 
-    Blocks. Reads headers only, unless a pack is to be built or verified.
+    Blocks. Reads headers only, unless a pack is to be built or verified. A `config.json` beside the
+    model must be of the same model.
 
     Args:
         path: the model; None is the embedded one.
@@ -259,10 +263,15 @@ def _model_problems(
     source: ModelSource, entry: registry.Architecture, experts: GgufExperts
 ) -> list[AprefetchError]:
     problems: list[AprefetchError] = []
-    try:
-        entry.check(source.metadata, source.tensors)
-    except AprefetchError as error:
-        problems.append(error)
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: entry.check(source.metadata, source.tensors),
+        lambda: check_config_beside(source.metadata, source.paths),
+    )
+    for check in checks:
+        try:
+            check()
+        except AprefetchError as error:
+            problems.append(error)
     unknown = {
         role.ggml_type: f"layer {layer}, {role.role}"
         for layer, layout in reversed(experts.layers.items())
@@ -301,7 +310,8 @@ def _plan(
 ) -> Plan:
     layers = experts.layers
     prefix = f"{source.metadata['general.architecture']}."
-    top_k = int(source.metadata.get(prefix + "expert_used_count", 0))
+    used = source.metadata.get(prefix + "expert_used_count", 0)
+    top_k = {layer: _of_layer(used, layer) for layer in layers}
     n_layers = max(layers, default=-1) + 1
     unread = sum(
         info.n_bytes
@@ -331,11 +341,13 @@ def _plan(
         n_layers=n_layers,
         n_routed_layers=len(layers),
         n_experts=max((layout.n_experts for layout in layers.values()), default=0),
-        num_experts_per_tok=top_k,
+        num_experts_per_tok=max(top_k.values(), default=0),
         dense_bytes=dense,
         routed_bytes=routed,
         unread_bytes=unread,
-        bytes_per_token=top_k * sum(layout.payload_bytes for layout in layers.values()),
+        bytes_per_token=sum(
+            top_k[layer] * layout.payload_bytes for layer, layout in layers.items()
+        ),
         vram_budget_bytes=automatic[0] if vram is None else vram,
         vram_minimum_bytes=budget.minimum_bytes(on_device),
         vram_full_bytes=full[0],
@@ -346,6 +358,11 @@ def _plan(
     )
     _check_budgets(plan)
     return plan
+
+
+def _of_layer(value: Any, layer: int) -> int:
+    """A number of the metadata that may be an array of one per layer."""
+    return int(value[layer]) if isinstance(value, Sequence | np.ndarray) else int(value)
 
 
 def _check_budgets(plan: Plan) -> None:

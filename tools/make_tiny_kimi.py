@@ -37,6 +37,7 @@ class KimiConfig:
     `mla` lists the layers with latent attention, the others have delta attention. Matrices whose
     rows are no whole number of `matrix_type`'s blocks have `narrow_type`. `has_kv_b` writes the one
     matrix of old files instead of `attn_k_b` and `attn_v_b`, `has_qkv` one matrix for q, k and v.
+    `used_by_layer` writes how many experts a token uses as an array, with 0 for dense layers.
     """
 
     architecture: str = "kimi-k3"
@@ -77,6 +78,7 @@ class KimiConfig:
     has_routed_norm: bool = True
     has_kv_b: bool = False
     has_qkv: bool = False
+    used_by_layer: bool = False
     seed: int = 0
 
     @property
@@ -294,6 +296,8 @@ def _metadata(c: KimiConfig) -> dict[str, Any]:
         "leading_dense_block_count": c.n_dense,
         "vocab_size": c.n_vocab,
     }
+    if c.used_by_layer:
+        keys["expert_used_count"] = [0 if i < c.n_dense else c.n_used for i in range(c.n_layers)]
     if c.lower_bound is not None:
         keys["kda.gate_lower_bound"] = c.lower_bound
     if c.n_groups:

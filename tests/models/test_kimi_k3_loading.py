@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -261,6 +262,29 @@ def test_a_file_of_the_real_size_plans_and_inspects(tmp_path):
     assert args.is_mla[91]
     assert args.is_mla[92]
     assert (args.n_heads * args.kda_dim, args.expert_io) == (12288, 3584)
+
+
+def test_the_number_of_used_experts_may_be_told_for_each_layer(tmp_path):
+    plans = [
+        plan_model(write_kimi(tmp_path / f"{n}.gguf", KimiConfig(used_by_layer=n))[0])
+        for n in (False, True)
+    ]
+    assert plans[0].num_experts_per_tok == plans[1].num_experts_per_tok == 4
+    assert plans[0].bytes_per_token == plans[1].bytes_per_token > 0
+
+
+def test_a_config_of_another_model_beside_the_file_is_refused(tmp_path):
+    """A multimodal config: its text section counts, its vision section does not."""
+    path = write_kimi(tmp_path / "m.gguf", shards=3)[1]
+    text = {"num_hidden_layers": 7, "hidden_size": 320, "num_experts": 16}
+    config = {"text_config": text, "vision_config": {"num_hidden_layers": 27, "hidden_size": 99}}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    assert plan_model(path).n_layers == 7
+    file.write_text(json.dumps({**config, "text_config": {**text, "hidden_size": 7168}}))
+    with pytest.raises(SourceError, match="says 7168 where the model file beside it says 320") as e:
+        plan_model(path)
+    assert e.value.path == file
 
 
 def test_the_tiny_default_has_every_part():
