@@ -82,7 +82,7 @@ class NumbaOps(CompiledStages, KimiNumbaOps):
             pool.shutdown()
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype)
+        return _new(*shape) if dtype is _f32 else torch.empty(shape, dtype=dtype)
 
     def _split(self, n: int, step: int, call: Callable[[int, int], object]) -> None:
         """`call(start, stop)` over `0..n`, in parts that are multiples of `step`."""

@@ -130,7 +130,7 @@ class CompiledStages(FusedOps):
         sizes = weights.stack.sizes
         raw = new(n, weights.stack.n_out)
         _run_steps(
-            steps.address, steps.n, n, u.data_ptr(), raw.data_ptr(), q.data_ptr(),
+            steps.address, steps.n, n, u.data_ptr(), raw.data_ptr(), q.data_ptr(), 0,
             cos.data_ptr(), sin.data_ptr(),
         )  # fmt: skip
         parts = raw.split_with_sizes(sizes, 1)
@@ -156,9 +156,9 @@ class CompiledStages(FusedOps):
             return FusedOps.attention_output(
                 cast("Ops", self), heads, cos, sin, w_low, w_out, n_groups
             )
-        low, out = new(n, w_low.n_out), new(n, w_out.n_out)
+        out = new(n, w_out.n_out)
         _run_steps(
-            steps.address, steps.n, n, heads.data_ptr(), low.data_ptr(), out.data_ptr(),
+            steps.address, steps.n, n, heads.data_ptr(), 0, out.data_ptr(), w_low.n_out,
             cos.data_ptr(), sin.data_ptr(),
         )  # fmt: skip
         return out
@@ -174,8 +174,8 @@ class CompiledStages(FusedOps):
             steps = self._steps[id(gate_up)] = _mlp_steps(gate_up, down, key)
         if steps.weight_bytes * n >= self._split_cost:
             return FusedOps.gated_mlp(cast("Ops", self), x, gate_up, down, limit)
-        hidden, out = new(n, gate_up.n_out), new(n, down.n_out)
-        _run_steps(steps.address, steps.n, n, x.data_ptr(), hidden.data_ptr(), out.data_ptr(), 0, 0)
+        out = new(n, down.n_out)
+        _run_steps(steps.address, steps.n, n, x.data_ptr(), 0, out.data_ptr(), gate_up.n_out, 0, 0)
         return out
 
     def hc_pass(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from aprefetch.kernels.cpu.jit import inner, kernel
+from aprefetch.kernels.cpu.jit import hold, inner, kernel
 from aprefetch.kernels.cpu.layers import hc_enter, hc_leave, inverse_rms, rope_row
 from aprefetch.kernels.cpu.matmul import matmul_rows
 from aprefetch.kernels.cpu.simd import f32_at, i64_at
@@ -59,9 +59,15 @@ def _norm(step: Any, x: Any, x_stride: Any, n: Any, out: Any, stride: Any) -> No
 
 @kernel
 def run_steps(
-    steps: Any, n_steps: Any, n: Any, r0: Any, r1: Any, r2: Any, cos: Any, sin: Any
+    steps: Any, n_steps: Any, n: Any, r0: Any, r1: Any, r2: Any, n_scratch: Any, cos: Any, sin: Any
 ) -> None:
-    """Run the steps for n rows; `r0 .. r2` are the registers, `cos`, `sin [n, pairs]` for ROPE."""
+    """Run the steps for n rows; `r0 .. r2` are the registers, `cos`, `sin [n, pairs]` for ROPE.
+
+    With `n_scratch` numbers per row, register 1 is allocated here.
+    """
+    scratch = np.empty(n * n_scratch, dtype=np.float32)
+    if n_scratch > 0:
+        r1 = scratch.ctypes.data
     for i in range(n_steps):
         step = steps + 8 * WORDS * i
         what, x, out = i64_at(step), _place(step + 8, r0, r1, r2), _place(step + 32, r0, r1, r2)
@@ -84,6 +90,7 @@ def run_steps(
                     gate, gate + i64_at(step + 56), i64_at(step + 64), f32_at(step + 72),
                     out + t * stride,
                 )  # fmt: skip
+    hold(scratch)
 
 
 @kernel
