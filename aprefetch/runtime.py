@@ -9,6 +9,7 @@ cancelled as well (a signal, the end of `asyncio.run`).
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import threading
@@ -53,7 +54,7 @@ from aprefetch.loading import (
     routing_facts,
     state_budget_bytes,
 )
-from aprefetch.models.base import ModelInfo
+from aprefetch.models.base import ModelInfo, WarmsUp
 from aprefetch.pipeline.coordinator import Coordinator
 from aprefetch.pipeline.correction import load_corrections, path_beside
 from aprefetch.pipeline.lookahead import Lookahead, RoutedLayer
@@ -217,9 +218,11 @@ class Runtime:
         self._source, self._device = examined.source, device
         self._model, self.tokenizer = loaded.model, loaded.tokenizer
         self.model_info = loaded.model.info
-        self._prompts = PromptEncoder(loaded.tokenizer, loaded.template, self.model_info.n_vocab)
-        self.answer_format = answer_format(loaded.tokenizer)
         self.config = config
+        self._prompts = PromptEncoder(
+            loaded.tokenizer, loaded.template, self.model_info.n_vocab, self._context_tokens
+        )
+        self.answer_format = answer_format(loaded.tokenizer)
         if config.trace.enabled:
             self._tracer = Tracer(config.trace.max_events, {"model": self.model_info.name})
         if config.trace.routing:
@@ -246,6 +249,10 @@ class Runtime:
             policy=config.cache_policy,
         )
         stack.push_async_callback(self._coordinator.aclose)
+        if getattr(device, "n_pageable_bytes", 0):  # the driver refused to pin host memory
+            self._counters.fallback_count += 1
+        if isinstance(loaded.model, WarmsUp):
+            await in_thread(functools.partial(loaded.model.warm_up, self._coordinator.arena))
         self._runner = StepRunner(
             loaded.model,
             self._coordinator,
@@ -572,9 +579,10 @@ class Runtime:
 
     def report(self, usage: Usage, stats: Stats) -> RunReport:
         """The report of one request, from its usage and the stats that belong to it."""
+        label = getattr(self._device, "label", self._device.name)
         return RunReport(
             model=self.model_info.name or self.plan.path.name,
-            device=f"{self._device.name} ({self._device.ops.name} kernels)",
+            device=f"{label} ({self._device.ops.name} kernels)",
             plan=self.plan,
             pack_state=self.pack_state,
             usage=usage,

@@ -24,6 +24,7 @@ import torch
 from aprefetch.models.base import Chunk, ModelInfo
 from aprefetch.pipeline.reader import Priority, ReadCancelled, ReadJob
 from aprefetch.routing_trace import RoutingTrace
+from aprefetch.stats import Counters
 from aprefetch.types import (
     ROLES,
     AlignedRead,
@@ -178,7 +179,7 @@ class _DoneTicket:
 class SimDevice:
     """A `Device` on which compute takes what `spend` says, and copies go one after the other."""
 
-    name = "simulated"
+    name = "cpu"  # as there, compute is over when its call returns
 
     def __init__(self, upload_gbps: float) -> None:
         self._bytes_per_s = upload_gbps * 1e9
@@ -216,6 +217,10 @@ class SimDevice:
         """All compute takes its time."""
         return False
 
+    async def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Device`."""
+        return tensor
+
     async def run(self, fn: Callable[[], Any]) -> Any:
         """See `Device`."""
         result = fn()
@@ -233,7 +238,10 @@ class SimDisk:
     As `PacedFiles`: reads share the bandwidth one after the other, latencies overlap.
     """
 
-    def __init__(self, *, gbps: float, latency_s: float, queue_depth: int) -> None:
+    def __init__(
+        self, *, gbps: float, latency_s: float, queue_depth: int, counters: Counters
+    ) -> None:
+        self._counters = counters
         self._bytes_per_s, self._latency_s = gbps * 1e9, latency_s
         self._n_idle = queue_depth
         self._free_from_s = 0.0
@@ -242,7 +250,6 @@ class SimDisk:
         self._cancelled: set[ReadJob] = set()
         self._numbers = itertools.count()
         self.bytes_read = 0
-        self.n_reads = 0
         self.busy_s = 0.0
 
     def submit(self, job: ReadJob) -> None:
@@ -287,7 +294,8 @@ class SimDisk:
             self._free_from_s = max(self._free_from_s, now_s) + n_bytes / self._bytes_per_s
             self.busy_s += n_bytes / self._bytes_per_s
             self.bytes_read += n_bytes
-            self.n_reads += 1
+            self._counters.bytes_read += n_bytes
+            self._counters.reads += 1
             loop.call_at(self._free_from_s + self._latency_s, self._landed, job)
 
     def _landed(self, job: ReadJob) -> None:
@@ -336,10 +344,18 @@ class _Call:
     spend: Callable[[float], None]
     cost: int = 0
     finishing: bool = False
+    guesses_ahead: bool = False
     ahead: None = None
     ranked: None = None
     x: None = None
     streams: torch.Tensor = field(default_factory=lambda: torch.empty(1, 0))
+    guesses_ahead: bool = False
+
+    def arrived(self) -> bool:
+        return True
+
+    def arrived(self) -> bool:
+        return True
 
     def run(self, arena: Any, leases: Sequence[Any]) -> None:
         self.spend(self.expert_ns * len(leases))

@@ -108,6 +108,13 @@ class Device(Protocol):
         """Return once the ticket is done."""
         ...
 
+    async def fetch(self, tensor: Tensor) -> Tensor:
+        """`tensor` on the host, as compute enqueued so far leaves it; the loop goes on meanwhile.
+
+        Where it is there already it is not copied.
+        """
+        ...
+
     def inline(self, cost: int) -> bool:
         """May compute of `cost` (weight bytes touched times rows) run on the loop thread?"""
         ...

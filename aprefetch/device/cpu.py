@@ -199,6 +199,9 @@ class CpuDevice:
     async def wait(self, ticket: Ticket) -> None:
         await asyncio.sleep(0)
 
+    async def fetch(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def inline(self, cost: int) -> bool:
         return cost <= INLINE_COMPUTE_COST
 

@@ -305,6 +305,19 @@ class CudaDevice:
         self.when_done(ticket, finish)
         await arrived
 
+    async def fetch(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        pinned.copy_(tensor, non_blocking=True)
+        await self.wait(self.record())
+        return pinned
+
+    @property
+    def label(self) -> str:
+        """For people: what kind of device, and which."""
+        return f"cuda, {torch.cuda.get_device_name(self.torch_device)}"
+
     def inline(self, cost: int) -> bool:
         """Always: on a GPU, compute is only enqueued."""
         return True

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from aprefetch.device.base import Device
+from aprefetch.device.cpu import INLINE_COMPUTE_COST
 from aprefetch.engine.pacing import ChunkPacer
 from aprefetch.engine.prefix_cache import KeptState, PrefixCache
 from aprefetch.engine.request import GenerateRequest, Request, ScoreRequest
@@ -76,6 +77,7 @@ class Engine:
         self._model = model
         self._runner = runner
         self._device = device
+        self._is_host = device.name == "cpu"  # its memory is the host's
         self._scheduler = scheduler
         self._pacer = pacer
         self._counters = counters
@@ -175,7 +177,7 @@ class Engine:
             state = self._model.new_state()
             if kept is not None:
                 found, device = kept, torch.device(self._device.name)
-                await self._compute(kept.n_bytes, lambda: found.restore(state, device))
+                await self._compute(kept.n_bytes, lambda: found.restore(state, device), waits=True)
                 request.n_run = request.n_reused = kept.n_tokens
                 self._counters.reused_tokens += kept.n_tokens
             request.state = state
@@ -189,7 +191,8 @@ class Engine:
         if prefix is None or not prefix.wants(len(ids)) or prefix.holds(ids):
             return
         assert state is not None
-        prefix.keep(await self._compute(state.n_bytes, lambda: KeptState.copy(ids, state)))
+        copied = await self._compute(state.n_bytes, lambda: KeptState.copy(ids, state), waits=True)
+        prefix.keep(copied)
 
     def _close(self, reason: Callable[[], BaseException]) -> None:
         if self._closed is None:
@@ -262,7 +265,9 @@ class Engine:
         cost = logits.numel() * logits.element_size()
         if isinstance(request, ScoreRequest):
             scored = request
-            await self._compute(cost * _SCORE_PASSES, lambda: scored.accept(first, logits))
+            await self._compute(
+                cost * _SCORE_PASSES, lambda: scored.accept(first, logits), waits=True
+            )
             if request.progress is not None:
                 request.progress(request.n_run, request.n_prompt)
             if not request.prefilling:
@@ -270,9 +275,8 @@ class Engine:
             return
         assert isinstance(request, GenerateRequest)
         generating = request
-        sample = await self._compute(
-            cost * _SAMPLE_PASSES, lambda: generating.sampler.sample(logits[-1])
-        )
+        row = logits[-1] if self._is_host else await self._device.fetch(logits[-1])
+        sample = await self._compute(cost * _SAMPLE_PASSES, lambda: generating.sampler.sample(row))
         if not request.output_ids and self._tracer is not None:
             self._tracer.event("first token", request.number)
         self._counters.output_tokens += 1
@@ -284,8 +288,13 @@ class Engine:
         else:
             sampled.append(token)
 
-    async def _compute(self, cost: int, fn: Callable[[], T]) -> T:
-        return fn() if self._device.inline(cost) else await self._device.run(fn)
+    async def _compute(self, cost: int, fn: Callable[[], T], *, waits: bool = False) -> T:
+        """Run work of the host. `waits`: on a GPU it waits for the device."""
+        if self._is_host:
+            is_inline = self._device.inline(cost)
+        else:
+            is_inline = not waits and cost <= INLINE_COMPUTE_COST
+        return fn() if is_inline else await self._device.run(fn)
 
 
 def _failed(cause: BaseException) -> RuntimeFailedError:

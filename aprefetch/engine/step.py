@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aprefetch.device.base import Device
 from aprefetch.engine.segments import SegmentCosts
-from aprefetch.errors import AprefetchError
+from aprefetch.errors import AprefetchError, DeviceError
 from aprefetch.models.base import Chunk, Model
 from aprefetch.models.moe import RoutedCall
 from aprefetch.pipeline.coordinator import Coordinator, Demand, Lease
@@ -33,6 +33,8 @@ __all__ = ["StepAbandoned", "StepResult", "StepRunner", "StepTimeline"]
 T = TypeVar("T")
 
 _YIELD_AFTER_NS = 1_000_000  # longest stretch of inline compute before the loop gets its turn
+_ARRIVAL_PATIENCE_NS = 60_000_000_000  # for expert ids; the first call compiles kernels
+_GUESS_PATIENCE_NS = 300_000
 
 
 class StepAbandoned(Exception):
@@ -136,6 +138,8 @@ class StepRunner:
             while True:
                 segment_ns = time.perf_counter_ns()
                 call, logits = await self._compute(costs.after(call) * n_rows, advance)
+                if call is not None and not call.finishing and not call.arrived():
+                    await self._arrival(call)
                 self._note_segment(call, segment_ns)
                 if call is None:
                     break
@@ -152,6 +156,8 @@ class StepRunner:
                 assert demand is not None
                 if self._recorder is not None:
                     self._recorder.times(shared_ns=time.perf_counter_ns() - segment_ns)
+                if call.guesses_ahead and not self._settled:
+                    await self._run(call, demand, demand.take())  # hits need not wait for guesses
                 await self._guess(call)
                 await self._finish(call, demand)
                 for expert, error in demand.failed.items():
@@ -206,15 +212,11 @@ class StepRunner:
         if self._lookahead is None:
             return
         self._lookahead.observe(call.layer, call.experts)
-        lookahead = self._lookahead
         start_ns = time.perf_counter_ns()
-
-        def predict() -> list[tuple[int, list[int]]]:
-            lookahead.learn(call.layer, call.ranked)
-            streams = call.streams if call.ahead is None else call.ahead()
-            return lookahead.predict(call.layer, streams, call.x, call.ids)
-
-        guesses = await self._compute(self._costs.guess * call.n_rows, predict)
+        if call.guesses_ahead:
+            guesses = await self._sent_guesses(self._lookahead, call)
+        else:
+            guesses = await self._predicted(self._lookahead, call)
         layer = call.layer
         self._spans.append((layer, "lookahead", start_ns, time.perf_counter_ns()))
         if self._settled:
@@ -228,28 +230,69 @@ class StepRunner:
         if self._tracer is not None:
             self._tracer.router(layer, start_ns, time.perf_counter_ns())
 
+    async def _predicted(
+        self, lookahead: Lookahead, call: RoutedCall
+    ) -> list[tuple[int, list[int]]]:
+        """Guesses from the routers of the next layers."""
+
+        def look() -> list[tuple[int, Tensor]]:
+            lookahead.learn(call.layer, call.ranked)
+            streams = call.streams if call.ahead is None else call.ahead()
+            return lookahead.look(call.layer, streams, call.x, call.ids)
+
+        def predict() -> list[tuple[int, list[int]]]:
+            return lookahead.choose(call.layer, call.n_rows, look())
+
+        if self._device.name == "cpu":
+            return await self._compute(self._costs.guess * call.n_rows, predict)
+        scored = [(target, await self._device.fetch(scores)) for target, scores in look()]
+        return lookahead.choose(call.layer, call.n_rows, scored)
+
+    async def _sent_guesses(
+        self, lookahead: Lookahead, call: RoutedCall
+    ) -> list[tuple[int, list[int]]]:
+        """Guesses that the step itself makes; they follow the ids within some microseconds."""
+        target = call.layer + 1
+        if not lookahead.wants(target):
+            return []
+        until_ns = time.perf_counter_ns() + _GUESS_PATIENCE_NS
+        while not (named := call.guess_next()):
+            if time.perf_counter_ns() > until_ns:
+                return []
+            await asyncio.sleep(0)
+        experts = lookahead.accept(call.layer, target, call.n_rows, named)
+        return [(target, experts)] if experts else []
+
+    async def _arrival(self, call: RoutedCall) -> None:
+        """Let the loop turn until the call's expert ids have come from the device."""
+        until_ns = time.perf_counter_ns() + _ARRIVAL_PATIENCE_NS
+        while not call.arrived():
+            if time.perf_counter_ns() > until_ns:
+                raise DeviceError(f"layer {call.layer}: no expert ids have come from the device")
+            await asyncio.sleep(0)
+        self._yielded_ns = time.perf_counter_ns()
+
     async def _finish(self, call: RoutedCall, demand: Demand) -> None:
         """Run every expert of the call: those that are resident first, the others as they come."""
+        while leases := await self._take(demand):
+            await self._run(call, demand, leases)
+
+    async def _run(self, call: RoutedCall, demand: Demand, leases: list[Lease]) -> None:
+        """Run some experts of the call and give them back."""
+        if not leases:
+            return
         arena = self._coordinator.arena
         cost = call.cost // max(1, len(call.experts))
-        leases = await self._take(demand)
-        while leases:
-            start_ns = time.perf_counter_ns()
-            ready = leases
-            await self._compute(cost * len(ready), lambda: call.run(arena, ready))  # noqa: B023
-            self._spans.append((call.layer, "experts", start_ns, time.perf_counter_ns()))
-            if self._tracer is not None:
-                self._tracer.compute(
-                    call.layer,
-                    "experts",
-                    start_ns,
-                    time.perf_counter_ns(),
-                    [lease.expert for lease in leases],
-                )
-            if self._recorder is not None:
-                self._recorder.times(experts_ns=time.perf_counter_ns() - start_ns)
-            demand.release(leases)
-            leases = await self._take(demand)
+        start_ns = time.perf_counter_ns()
+        await self._compute(cost * len(leases), lambda: call.run(arena, leases))
+        end_ns = time.perf_counter_ns()
+        self._spans.append((call.layer, "experts", start_ns, end_ns))
+        if self._tracer is not None:
+            experts = [lease.expert for lease in leases]
+            self._tracer.compute(call.layer, "experts", start_ns, end_ns, experts)
+        if self._recorder is not None:
+            self._recorder.times(experts_ns=end_ns - start_ns)
+        demand.release(leases)
 
     async def _take(self, demand: Demand) -> list[Lease]:
         """What is there; else what comes first; [] when nothing is left."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,15 @@ from torch import Tensor
 from aprefetch.models.kv_cache import StatePart
 from aprefetch.models.moe import RoutedCall
 
-__all__ = ["Chunk", "EarlyRouter", "LogitsWanted", "Model", "ModelInfo", "SequenceState"]
+__all__ = [
+    "Chunk",
+    "EarlyRouter",
+    "LogitsWanted",
+    "Model",
+    "ModelInfo",
+    "SequenceState",
+    "WarmsUp",
+]
 
 LogitsWanted = Literal["last", "all", "none"]
 
@@ -99,4 +107,13 @@ class Model(Protocol):
         self, layer: int, token_ids: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int32] | None:
         """Experts `[T, K]` of a layer that is routed by token id; None for other layers."""
+        ...
+
+
+@runtime_checkable
+class WarmsUp(Protocol):
+    """A model that has something to prepare before the first request, such as CUDA graphs."""
+
+    def warm_up(self, arena: Tensor) -> None:
+        """Prepare for experts that lie in `arena`, whose content does not matter. Blocks."""
         ...

@@ -12,8 +12,9 @@ Next-token (MTP) blocks are recognised by `nextn_predict_layers` and left unread
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,17 @@ if TYPE_CHECKING:
     from aprefetch.models.deepseek_v4_graph import GraphDecoder
 
 __all__ = ["ARCHITECTURE", "DeepseekV4", "DeepseekV4Args", "n_main_layers"]
+
+log = logging.getLogger(__name__)
+
+_WARM_UP_ROWS = 8
+
+
+class _AnyBytes(NamedTuple):
+    """A lease on whatever lies there."""
+
+    expert: int
+    offset: int
 
 
 class _HyperConnection:
@@ -139,7 +151,7 @@ class _FeedForward:
         """Ids `[T, K]`, weights `[T, K]`, and the router's scores `[T, E]`."""
         args, chosen = self._args, None
         if self.table is not None:
-            chosen = torch.from_numpy(self.table[token_ids]).to(v.device)
+            chosen = torch.from_numpy(self.table[token_ids]).to(v.device, non_blocking=True)
         scores = ops.linear(v, self.router)
         ids, weights = ops.route(
             scores,
@@ -305,6 +317,22 @@ class DeepseekV4:
         table = self.blocks[layer].ffn.table
         return None if table is None else table[token_ids]
 
+    def warm_up(self, arena: Tensor) -> None:
+        """On a GPU: capture the graphs of decoding, and compile what a short prompt needs."""
+        decoder = self._decoder
+        if decoder is None:
+            return
+        try:
+            decoder.warm_up(arena)
+        except RuntimeError as error:
+            log.warning("decoding without CUDA graphs: %s", error)
+            self._decoder = None
+        ids = np.arange(_WARM_UP_ROWS, dtype=np.int64) % self.args.vocab_size
+        for call in self.forward([Chunk(self.new_state(), ids)]):
+            if call.finishing:  # any bytes will do: nobody looks at the result
+                call.run(arena, [_AnyBytes(expert, 0) for expert in call.experts])
+        torch.cuda.synchronize(self._device)
+
     def forward(self, chunks: Sequence[Chunk]) -> Generator[RoutedCall, None, list[Tensor | None]]:
         """One step over a ragged batch; see `aprefetch.models.base.Model.forward`."""
         chunk = chunks[0]
@@ -324,7 +352,8 @@ class DeepseekV4:
             start += n
         runs = [(span.position, span.n) for span in spans]
         plain, scaled = self._plain_rope.spans(runs), self._scaled_rope.spans(runs)
-        x = ops.embed(self.embedding, torch.from_numpy(token_ids).to(self._device))
+        on_device = torch.from_numpy(token_ids).to(self._device, non_blocking=True)
+        x = ops.embed(self.embedding, on_device)
         streams = x[:, None, :].expand(-1, N_STREAMS, -1).contiguous()
         u, post, comb = self.blocks[0].hc_attn.enter(ops, streams)
         for i, block in enumerate(self.blocks):

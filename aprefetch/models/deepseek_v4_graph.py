@@ -71,6 +71,8 @@ class DecodeCall(RoutedCall):
 
     __slots__ = ("_decoder", "_found", "_stamp")
 
+    guesses_ahead = True
+
     def __init__(self, decoder: GraphDecoder, layer: int, stamp: int) -> None:
         self._decoder, self._stamp = decoder, stamp
         self._found: list[int] | None = None
@@ -177,6 +179,14 @@ class GraphDecoder:
         self._first_capacity = capacity_tokens
         self._graphs: dict[bool, list[torch.cuda.CUDAGraph]] = {}
         self._kept: list[Any] = []
+
+    def warm_up(self, arena: Tensor) -> None:
+        """Capture all there is to capture, with experts that lie in `arena`."""
+        self._reserve(1)
+        for indexed in (False, True):
+            self._captured(indexed)
+        for layer, block in enumerate(self.model.blocks):
+            self._expert_graph(arena, block.ffn.layout, self.model.args.routed_limits[layer])
 
     # Which steps, whose caches
 
@@ -365,13 +375,19 @@ class GraphDecoder:
         for lease in leases:
             k = experts.index(lease.expert)
             row[k] = (lease.offset, k, 1)
-        roles = tuple((r.ggml_type, r.n_out, r.n_in) for r in call.layout.roles)
-        key = (arena.data_ptr(), roles, call.limit)
-        graph = self._expert_graphs.get(key)
-        if graph is None:
-            graph = self._expert_graphs[key] = self._capture_experts(arena, call.layout, call.limit)
+        graph = self._expert_graph(arena, call.layout, call.limit)
         self._n_taken += 1
         graph.replay()
+
+    def _expert_graph(
+        self, arena: Tensor, layout: LayerLayout, limit: float
+    ) -> torch.cuda.CUDAGraph:
+        roles = tuple((r.ggml_type, r.n_out, r.n_in) for r in layout.roles)
+        key = (arena.data_ptr(), roles, limit)
+        graph = self._expert_graphs.get(key)
+        if graph is None:
+            graph = self._expert_graphs[key] = self._capture_experts(arena, layout, limit)
+        return graph
 
     # Capturing
 

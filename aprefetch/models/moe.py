@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,15 +42,34 @@ def _one_row(top_k: int, device: torch.device) -> tuple[list[int], Tensor, Tenso
     )
 
 
+_GROUPED = frozenset({"ids", "experts", "_starts", "_order", "_all_rows"})
+
+
+def _fetched(ids: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """A copy of `ids` in pinned memory, and the event after which it is complete."""
+    pinned = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+    pinned.copy_(ids, non_blocking=True)
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return pinned, event
+
+
 class RoutedCall:
     """Experts wanted by one layer of one step, and the place where their outputs gather.
 
     Yielded twice by `Model.forward`: first with `finishing` false (place the demand, start reads,
     guess ahead), then with `finishing` true (every expert has to be run before resuming).
+
+    On a GPU the ids are on their way to the host at first: `arrived()` tells whether they are
+    there. Reading `ids` or `experts` before blocks until they are.
     """
+
+    guesses_ahead = False
+    """Whether `guess_next` will have an answer: the step itself evaluates the next router."""
 
     __slots__ = (
         "_all_rows",
+        "_arriving",
         "_order",
         "_starts",
         "activation",
@@ -99,21 +118,52 @@ class RoutedCall:
         self.ranked: Callable[[], Tensor] | None = None
         """What the router ranked by, `[T, E]`: the truth that guesses for this layer aimed at."""
         self.finishing = False
-        self.ids: npt.NDArray[np.int32] = ids.cpu().numpy()
-        self.n_rows, self.top_k = self.ids.shape
-        flat = self.ids.ravel()
+        self.n_rows, self.top_k = ids.shape
+        n_out = layout.roles[-1].n_out
+        self.parts: Tensor = ops.new(self.n_rows * self.top_k, n_out)
+        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
+        if ids.is_cuda:
+            self._arriving = _fetched(ids)
+        else:
+            self._group(ids.numpy())
+
+    def _group(self, ids: npt.NDArray[np.int32]) -> None:
+        """Bring the pairs into the order of their experts."""
+        self.ids: npt.NDArray[np.int32] = ids
+        flat, device = ids.ravel(), self.x.device
         self.experts: list[int] = flat.tolist()
         if self.n_rows == 1 and all(map(operator.lt, self.experts, self.experts[1:])):
-            self._starts, self._order, self._all_rows = _one_row(self.top_k, x.device)
+            self._starts, self._order, self._all_rows = _one_row(self.top_k, device)
         else:
             order = np.argsort(flat, kind="stable")
             experts, starts = np.unique(flat[order], return_index=True)
             self.experts = experts.tolist()
             self._starts = [*starts.tolist(), flat.size]
-            self._order = torch.from_numpy(order).to(x.device)
+            # Small copies from pageable memory are staged: no wait for the GPU.
+            self._order = torch.from_numpy(order).to(device, non_blocking=True)
             self._all_rows = self._order // self.top_k
-        n_out = layout.roles[-1].n_out
-        self.parts: Tensor = ops.new(self.n_rows * self.top_k, n_out)
+
+    def arrived(self) -> bool:
+        """Whether the ids are on the host; never blocks."""
+        if self._arriving is not None:
+            ids, event = self._arriving
+            if not event.query():  # type: ignore[no-untyped-call]
+                return False
+            self._arriving = None
+            self._group(ids.numpy())
+        return True
+
+    def guess_next(self) -> list[int]:
+        """Experts that the next layer is likely to pick, if `guesses_ahead`; [] until known."""
+        return []
+
+    def __getattr__(self, name: str) -> Any:
+        """Reached for what `_group` has yet to set: waits for the ids."""
+        if name in _GROUPED and self._arriving is not None:
+            self._arriving[1].synchronize()
+            self.arrived()
+            return getattr(self, name)
+        raise AttributeError(name)
 
     @property
     def cost(self) -> int:

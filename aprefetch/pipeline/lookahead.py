@@ -241,13 +241,23 @@ class Lookahead:
 
         With the lookahead off no router is evaluated and the list is empty.
         """
+        scored = self.look(layer, streams, x, ids)
+        return self.choose(
+            layer, streams.shape[0], [(target, scores.cpu()) for target, scores in scored]
+        )
+
+    def look(
+        self,
+        layer: int,
+        streams: Tensor,
+        x: Tensor | None = None,
+        ids: npt.NDArray[np.int32] | None = None,
+    ) -> list[tuple[int, Tensor]]:
+        """The first half of `predict`: scores by target layer, on the device of `streams`."""
         options = self._options
-        if not options.is_on:
-            return []
-        targets = [n for n in range(layer + 1, layer + options.depth + 1) if n in self._routers]
         n_rows = streams.shape[0]
-        pace = self.pace
-        if not targets or n_rows == 0 or (pace is not None and pace.is_asleep):
+        targets = [n for n in range(layer + 1, layer + options.depth + 1) if self.wants(n)]
+        if not targets or n_rows == 0:
             return []
         looked_at = streams
         if n_rows > options.max_rows:  # most experts will be wanted anyway: a sample will do
@@ -263,13 +273,31 @@ class Lookahead:
             drift = self._drift.get((layer, target))
             if drift is not None:
                 scores = scores + drift
-            ranked = self._strategy.guess(target, scores.cpu())
-            experts = ranked[: self._width(layer, target, n_rows, len(ranked))]
-            self._pending.setdefault(target, {})[layer] = (experts, ranked if n_rows == 1 else [])
-            self._n_issued += len(experts)
+            out.append((target, scores))
+        return out
+
+    def choose(
+        self, layer: int, n_rows: int, scored: Sequence[tuple[int, Tensor]]
+    ) -> list[tuple[int, list[int]]]:
+        """The second half of `predict`, from scores in host memory."""
+        out = []
+        for target, scores in scored:
+            experts = self.accept(layer, target, n_rows, self._strategy.guess(target, scores))
             if experts:
                 out.append((target, experts))
         return out
+
+    def wants(self, target: int) -> bool:
+        """Whether guesses for this layer are of use at present."""
+        is_asleep = self.pace is not None and self.pace.is_asleep
+        return self._options.is_on and target in self._routers and not is_asleep
+
+    def accept(self, layer: int, target: int, n_rows: int, ranked: list[int]) -> list[int]:
+        """Note what was predicted for `target` on the streams of `layer`; what of it to issue."""
+        experts = ranked[: self._width(layer, target, n_rows, len(ranked))]
+        self._pending.setdefault(target, {})[layer] = (experts, ranked if n_rows == 1 else [])
+        self._n_issued += len(experts)
+        return experts
 
     def _corrected(
         self,
