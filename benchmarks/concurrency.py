@@ -4,7 +4,8 @@
 
 Each round runs the same prompts one after the other and then all together, on one runtime, with
 greedy decoding, so both make the same tokens; the ratio of the medians is what counts. The device
-cache and the RAM tier together hold the given share of the routed experts' bytes. The ceiling is
+cache and the RAM tier together hold the given share of the routed experts' bytes. Experts are read
+from an Expert Pack, built in a folder that is removed afterwards, or from the GGUF. The ceiling is
 what the reads per token would allow on a drive of `--ssd-gbps`, with compute for free. Prints a
 table and one JSON line.
 """
@@ -15,6 +16,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,15 +60,22 @@ async def measure(
     )
 
 
-async def run(args: argparse.Namespace) -> None:
+async def run(args: argparse.Namespace, folder: Path) -> None:
     plan = plan_model(args.model)
     total = int(args.budget * plan.routed_bytes)
     ram = max(plan.ram_minimum_bytes, total // 3)
     vram = max(plan.vram_minimum_bytes, total - ram)
     prompts = [BEGINNINGS[i % len(BEGINNINGS)] for i in range(args.requests)]
-    options = {"vram_budget": vram, "ram_budget": ram, "max_requests": args.requests}
+    options = {
+        "vram_budget": vram,
+        "ram_budget": ram,
+        "max_requests": args.requests,
+        "experts": args.experts,
+        "pack_folders": [str(folder)],
+    }
     async with aprefetch.Runtime.open(args.model, **options) as rt:
-        await measure(rt, prompts[:1], 8, together=False)  # compiles
+        for together in (False, True):  # compiles
+            await measure(rt, prompts, 4, together=together)
         solo, batch = [], []
         for _ in range(args.rounds):
             solo.append(await measure(rt, prompts, args.tokens, together=False))
@@ -77,6 +86,7 @@ async def run(args: argparse.Namespace) -> None:
         "benchmark": "concurrency",
         "model": plan.path.name,
         "device": device,
+        "experts": args.experts,
         "requests": args.requests,
         "tokens": args.tokens,
         "budget_share": (vram + ram) / plan.routed_bytes,
@@ -93,7 +103,9 @@ async def run(args: argparse.Namespace) -> None:
             f"{middle['read_bytes_per_s'] / 1e6:10.1f}{ceiling:10.1f}"
         )
         row[name.replace(" ", "_")] = middle
-    row["ratio"] = row["together"]["tokens_per_s"] / row["one_by_one"]["tokens_per_s"]
+    row["ratio"] = statistics.median(
+        b.tokens_per_s / s.tokens_per_s for s, b in zip(solo, batch, strict=True)
+    )
     row["bytes_ratio"] = row["together"]["bytes_per_token"] / row["one_by_one"]["bytes_per_token"]
     print(f"ratio of rates {row['ratio']:.2f}, of bytes per token {row['bytes_ratio']:.2f}")
     print(json.dumps(row))
@@ -107,7 +119,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--budget", type=float, default=0.25, help="share of the experts' bytes")
     parser.add_argument("--ssd-gbps", type=float, default=2.0, help="of the drive, for the ceiling")
-    asyncio.run(run(parser.parse_args()))
+    parser.add_argument("--experts", choices=("pack", "gguf"), default="pack")
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        asyncio.run(run(parser.parse_args(), Path(folder)))
 
 
 if __name__ == "__main__":
