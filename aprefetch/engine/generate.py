@@ -77,7 +77,7 @@ class Engine:
         self._model = model
         self._runner = runner
         self._device = device
-        self._is_host = device.name == "cpu"  # its memory is the host's
+        self._is_host = device.name != "cuda"  # the device's memory is the host's
         self._scheduler = scheduler
         self._pacer = pacer
         self._counters = counters

@@ -243,7 +243,7 @@ class StepRunner:
         def predict() -> list[tuple[int, list[int]]]:
             return lookahead.choose(call.layer, call.n_rows, look())
 
-        if self._device.name == "cpu":
+        if self._device.name != "cuda":
             return await self._compute(self._costs.guess * call.n_rows, predict)
         scored = [(target, await self._device.fetch(scores)) for target, scores in look()]
         return lookahead.choose(call.layer, call.n_rows, scored)
