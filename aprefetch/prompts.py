@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from aprefetch.errors import InvalidRequestError
+from aprefetch.errors import ContextLengthError, InvalidRequestError
 from aprefetch.text.chat_template import ChatTemplate
 from aprefetch.text.tokenizer import Tokenizer
 
@@ -27,12 +27,24 @@ class Encoded(NamedTuple):
 
 
 class PromptEncoder:
-    """Encodes prompts for one model; `n_vocab` is the length of a row of its logits."""
+    """Encodes prompts for one model.
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, n_vocab: int) -> None:
+    `n_vocab` is the length of a row of its logits. Text that cannot fit into `context_tokens`,
+    however long its tokens are, is refused before it is encoded.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        n_vocab: int,
+        context_tokens: int | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._n_vocab = n_vocab
+        self._context_tokens = context_tokens
+        self._longest_token = 0  # bytes; found when first needed
 
     async def encode(
         self,
@@ -49,6 +61,7 @@ class PromptEncoder:
 
         Raises:
             InvalidRequestError: not a prompt, an empty one, or ids outside the vocabulary.
+            ContextLengthError: far more text than the context holds.
         """
         text, template = None, None
         if isinstance(prompt, str):
@@ -70,6 +83,7 @@ class PromptEncoder:
         if text is None:
             return Encoded(self._checked(prompt), None, None)
         tokenizer = self._tokenizer
+        self._check_length(text)
 
         def encode() -> list[int]:
             if for_answer or template is not None:
@@ -80,6 +94,24 @@ class PromptEncoder:
         if not ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")
         return Encoded(self._checked(ids), text, template)
+
+    def _check_length(self, text: str) -> None:
+        """Encoding takes seconds per megabyte: what is hopeless is not worth the wait."""
+        if self._context_tokens is None or len(text) <= max(_SHORT_TEXT, self._context_tokens):
+            return
+        if self._longest_token == 0:
+            tokenizer = self._tokenizer
+            self._longest_token = max(
+                1, *(len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_vocab))
+            )
+        least = -(-len(text) // self._longest_token)  # a character takes a byte or more
+        if least > self._context_tokens:
+            raise ContextLengthError(
+                f"the prompt has more than {least} tokens, the context holds "
+                f"{self._context_tokens} with the answer; shorten the prompt",
+                n_tokens=least,
+                limit_tokens=self._context_tokens,
+            )
 
     def n_lasting(self, encoded: Encoded, messages: Any, options: Mapping[str, Any]) -> int:
         """How many of a chat prompt's tokens the prompt of the next turn will begin with too.

@@ -177,10 +177,17 @@ class Tracer:
     def export(self, path: str | Path) -> None:
         """Write the trace as JSON; the file appears whole or not at all. Blocks.
 
+        What is no regular file (a pipe, a device) is written to, never replaced.
+
         Raises:
             OSError: The file cannot be written.
         """
         path = Path(path)
+        if path.exists() and not path.is_file():
+            with path.open("w", encoding="utf-8") as f:
+                json.dump(self.to_dict(), f, separators=(",", ":"))
+            return
+        path = path.resolve()  # the file behind a link, not the link
         partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
         try:
             with partial.open("w", encoding="utf-8") as f:

@@ -55,6 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError as error:
         detail = f" ({error})" if str(error) else ""
         return _complain(AprefetchError(f"out of memory{detail}; give smaller budgets"), 1)
+    except RuntimeError as error:
+        if "thread" not in str(error):  # Python's words for a system that gives no more of them
+            raise
+        return _complain(AprefetchError(f"{error}; raise the limits on memory and threads"), 1)
     except OSError as error:
         # Files are read and written under names of their own errors; this is stdout or the system.
         _drop_stdout()
@@ -78,7 +82,8 @@ def _fill_standard_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
         mode = "r" if name == "stdin" else "w"
-        setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))
+        stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+        setattr(sys, name, stream)
 
 
 def _drop_stdout() -> None:

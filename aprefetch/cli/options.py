@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -17,7 +18,9 @@ __all__ = [
     "add_model",
     "add_runtime",
     "add_sampling",
+    "check_output",
     "given",
+    "print_json",
     "progress_bar",
     "read_text",
     "read_token_ids",
@@ -113,12 +116,13 @@ def runtime_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords for `Runtime.open`; only what was given, so that defaults stay in one place.
 
     Raises:
-        ConfigError: `--lookahead` is neither "off" nor a number.
+        ConfigError: `--lookahead` is neither "off" nor a number, or the trace cannot be written.
     """
     options = given(args, _RUNTIME)
     if args.strict_direct:
         options["strict_direct"] = True
-    if args.trace:
+    if args.trace is not None:
+        check_output("--trace", args.trace)
         options["trace"] = True
     if args.lookahead is not None:
         if args.lookahead == "off":
@@ -144,6 +148,30 @@ def given(args: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
     return {keyword: value for keyword, value in found if value is not None}
 
 
+def check_output(option: str, path: str) -> None:
+    """Say now, and not after hours of work, that a file cannot be written.
+
+    Raises:
+        ConfigError: its folder does not exist, it is a folder, or writing is not allowed.
+    """
+    folder = os.path.dirname(path) or "."
+    if not path or os.path.isdir(path):
+        problem = "is a folder" if path else "names no file"
+    elif not os.path.isdir(folder):
+        problem = f"there is no folder {folder!r}"
+    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        problem = "may not be written"
+    else:
+        return
+    raise ConfigError(f"{option} {path!r}: {problem}")
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on stdout, in plain ASCII where stdout's encoding lacks characters."""
+    is_unicode = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
+    print(json.dumps(value, ensure_ascii=not is_unicode))
+
+
 def read_token_ids(path: str) -> list[int]:
     """A JSON list of integers, as it is.
 
@@ -154,7 +182,7 @@ def read_token_ids(path: str) -> list[int]:
         ids = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidRequestError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequestError(f"{path}: not JSON ({error})") from error
     if not isinstance(ids, list) or not all(type(i) is int for i in ids):
         raise InvalidRequestError(f"{path}: a token-id file is a JSON list of integers")
@@ -167,13 +195,18 @@ def read_text(path: str) -> str:
     Raises:
         InvalidRequestError: it cannot be read or is not UTF-8.
     """
+    name = "stdin" if path == "-" else path
     try:
         raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         return raw.decode("utf-8")
     except OSError as error:
-        raise InvalidRequestError(f"{path}: {error.strerror or error}") from error
+        raise InvalidRequestError(f"{name}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"{path}: not UTF-8 text ({error.reason})") from error
+        raise InvalidRequestError(
+            f"{name}: not UTF-8 text (byte {error.start} is 0x{error.object[error.start]:02x})"
+        ) from error
+    except ValueError as error:  # such as a zero in the path
+        raise InvalidRequestError(f"{path!r}: {error}") from error
 
 
 def run_async(main: Coroutine[Any, Any, T]) -> T:
@@ -205,13 +238,16 @@ def run_async(main: Coroutine[Any, Any, T]) -> T:
         finally:
             loop.remove_signal_handler(signal.SIGTERM)
 
-    with asyncio.Runner(loop_factory=factory) as runner:
-        try:
-            return runner.run(guarded())
-        except asyncio.CancelledError:
-            if terminated:
-                raise KeyboardInterrupt from None
-            raise
+    try:
+        with asyncio.Runner(loop_factory=factory) as runner:
+            try:
+                return runner.run(guarded())
+            except asyncio.CancelledError:
+                if terminated:
+                    raise KeyboardInterrupt from None
+                raise
+    finally:
+        main.close()  # where there was no loop to run it; does nothing after its end
 
 
 def progress_bar(label: str, unit: str) -> Callable[[int, int], None] | None:

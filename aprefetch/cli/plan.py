@@ -29,8 +29,8 @@ def add_parser(commands: options.Commands) -> None:
 def _plan(args: argparse.Namespace) -> int:
     from aprefetch.plan import plan_model
 
-    if not args.gbps > 0:
-        raise ConfigError(f"--gbps must be above 0, not {args.gbps}")
+    if not 0 < args.gbps <= 1e6:
+        raise ConfigError(f"--gbps must be above 0 and at most a million, not {args.gbps}")
     plan = plan_model(args.file, **options.runtime_options(args))
     if args.json:
         print(json.dumps(plan.to_dict(ssd_gbps=args.gbps)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["add_parser"]
 
 _DEFAULT_PROMPT = "Once upon a time"
+_JSON_KEYS = ("text", "token_ids", "finish_reason", "usage", "stats")
 
 
 def add_parser(commands: options.Commands) -> None:
@@ -67,7 +67,8 @@ async def _generate(args: argparse.Namespace, prompt: Any) -> int:
     async with Runtime.open(args.model, **runtime_options) as runtime:
         if args.json:
             completion = await runtime.generate(prompt, **sampling)
-            print(json.dumps(completion.to_dict(), ensure_ascii=False))
+            found = completion.to_dict()
+            options.print_json({key: found[key] for key in _JSON_KEYS})
         else:
             await _stream(args, runtime, prompt, sampling)
         if args.trace:

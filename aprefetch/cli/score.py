@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
 from aprefetch.cli import options
 from aprefetch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from aprefetch.engine.request import ScoreResult
 
 __all__ = ["add_parser"]
 
@@ -32,6 +35,8 @@ def add_parser(commands: options.Commands) -> None:
 
 
 def _score(args: argparse.Namespace) -> int:
+    if args.logits is not None:
+        options.check_output("--logits", args.logits)
     prompt: str | list[int]
     if args.token_ids is not None:
         prompt = options.read_token_ids(args.token_ids)
@@ -66,10 +71,18 @@ async def _measure(args: argparse.Namespace, prompt: str | list[int]) -> int:
         if args.trace:
             await runtime.export_trace(args.trace)
     if args.json:
-        print(json.dumps(result.to_dict()))
+        options.print_json(_json(result))
     else:
         print(
             f"mean_nll {result.mean_nll:.6f}  perplexity {result.perplexity:.4f}  "
             f"n_tokens {result.n_tokens}"
         )
     return 0
+
+
+def _json(result: ScoreResult) -> dict[str, Any]:
+    """The result's own keys; JSON has no infinity, so a perplexity beyond floats is null."""
+    found = result.to_dict()
+    if not math.isfinite(found["perplexity"]):
+        found["perplexity"] = None
+    return found

@@ -113,7 +113,7 @@ class DeepseekV4Args:
             normalise_weights=h.boolean("expert_weights_norm"),
             routed_limits=tuple(routed),
             shared_limits=tuple(h.per_layer("swiglu_clamp_shexp", n_blocks, routed)),
-            n_hash_layers=h.integer("hash_layer_count", low=0, high=n_blocks),
+            n_hash_layers=h.integer("hash_layer_count", low=0),
             sinkhorn_iterations=h.integer("hyper_connection.sinkhorn_iterations", high=1000),
             hc_eps=h.number("hyper_connection.epsilon", high=1.0),
         )
