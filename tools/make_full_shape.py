@@ -29,7 +29,9 @@ _ALIGNMENT = 32
 _WRITERS = 4
 
 
-def flash_config(n_layers: int, n_vocab: int, n_experts: int = 256) -> TinyConfig:
+def flash_config(
+    n_layers: int, n_vocab: int, n_experts: int = 256, n_hash_layers: int = 3
+) -> TinyConfig:
     """V4-Flash, less layers: two window-only ones, then ratio 4 and 128 in turn."""
     ratios = (0, 0, *((4, 128) * n_layers))[:n_layers]
     return TinyConfig(
@@ -39,7 +41,7 @@ def flash_config(n_layers: int, n_vocab: int, n_experts: int = 256) -> TinyConfi
         n_vocab=n_vocab,
         n_experts=n_experts,
         n_used=6,
-        hash_layers=min(3, n_layers),
+        hash_layers=min(n_hash_layers, n_layers),
         ratios=ratios,
         n_heads=64,
         head_dim=512,
@@ -174,9 +176,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--experts", type=int, default=256, help="fewer, for a quick look")
+    parser.add_argument("--hash-layers", type=int, default=3, help="layers routed by token id")
     args = parser.parse_args()
     began = time.perf_counter()
-    n = write_full_shape(args.path, flash_config(args.layers, args.vocab, args.experts))
+    config = flash_config(args.layers, args.vocab, args.experts, args.hash_layers)
+    n = write_full_shape(args.path, config)
     seconds = time.perf_counter() - began
     print(f"{args.path}: {n / 1e9:.2f} GB in {seconds:.1f} s", file=sys.stderr)
 

@@ -354,9 +354,6 @@ class _Call:
     def arrived(self) -> bool:
         return True
 
-    def arrived(self) -> bool:
-        return True
-
     def run(self, arena: Any, leases: Sequence[Any]) -> None:
         self.spend(self.expert_ns * len(leases))
 
