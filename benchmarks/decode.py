@@ -5,11 +5,12 @@
 
 Modes, all with the same tokens: `sync` (nothing moves while anything computes), `overlap` (reads
 and the rest of the layer), `lookahead` (guesses one layer ahead, widths by the runtime), `learned`
-(and fitted corrections, where there are any), `foresight` (guesses are what a recorded run picked, so
-always right). Budgets up to 1 are shares of all experts' bytes. With `--gbps` reads are paced to a
-stated drive; otherwise the drive is taken as it is and its ceiling is measured first. The bound is
-Belady's cache over both tiers with reads and compute overlapping perfectly; compute is that of the
-mode which had the least of it (a busy machine disturbs some more than others). The last line is JSON.
+(and fitted corrections, where there are any), `foresight` (guesses are what a recorded run picked,
+so always right). Budgets up to 1 are shares of all experts' bytes. With `--gbps` reads are paced
+to a stated drive; otherwise the drive is taken as it is and its ceiling is measured first. The
+bound is Belady's cache over both tiers with reads and compute overlapping perfectly; compute is
+that of the mode which had the least of it (a busy machine disturbs some more than others). The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -43,6 +44,15 @@ from aprefetch.plan import plan_model
 from aprefetch.routing_trace import RoutingTrace
 from aprefetch.trace_summary import STAGES, TimeTable, of_routing
 
+COLOURS = {
+    "dense": "tab:orange",
+    "guess": "tab:purple",
+    "shared": "tab:green",
+    "experts": "tab:brown",
+    "wait": "tab:red",
+    "head": "tab:pink",
+    "other": "lightgray",
+}
 MODES = ("sync", "overlap", "lookahead", "learned", "foresight")
 
 
@@ -194,7 +204,7 @@ def picture(runs: dict[str, Run], out: Path) -> None:
                 for run in runs.values()
             ]
         )
-        top.barh(list(runs), ms, left=left, label=stage)
+        top.barh(list(runs), ms, left=left, label=stage, color=COLOURS[stage])
         left += ms
     top.invert_yaxis()
     top.set_xlabel("ms per token (sync: loads are in 'other')")
@@ -210,14 +220,11 @@ def _timeline(axes: Any, trace: RoutingTrace, name: str) -> None:
     """The token in the middle: layers' stages, and reads and uploads beside them."""
     step = len(trace.steps) // 2
     start, end = int(trace.steps["start_ns"][step]), int(trace.steps["end_ns"][step])
-    colours = dict(
-        zip(("dense", "shared", "guess", "experts", "wait"), plt_colours(), strict=False)
-    )
     at = start
     for row in trace.calls[trace.calls["step"] == step]:
         for stage in ("dense", "shared", "guess", "wait", "experts"):
             ns = int(row[f"{stage}_ns"])
-            axes.broken_barh([((at - start) / 1e6, ns / 1e6)], (2, 0.8), color=colours[stage])
+            axes.broken_barh([((at - start) / 1e6, ns / 1e6)], (2, 0.8), color=COLOURS[stage])
             at += ns
     loads = trace.loads[(trace.loads["end_ns"] > start) & (trace.loads["start_ns"] < end)]
     for what, lane, kinds in (
@@ -233,11 +240,6 @@ def _timeline(axes: Any, trace: RoutingTrace, name: str) -> None:
     axes.set_yticks([0.4, 1.4, 2.4], ["reads", "uploads", "step"])
     axes.set_xlim(0, (end - start) / 1e6)
     axes.set_xlabel(f"ms of one token, {name} (reads: demand blue, by token id cyan, guess olive)")
-
-
-def plt_colours() -> list[str]:
-    """Colours of stages."""
-    return ["tab:orange", "tab:green", "tab:purple", "tab:brown", "tab:red"]
 
 
 def main() -> int:

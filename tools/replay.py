@@ -147,7 +147,12 @@ async def _run(
     counters, recorder = Counters(), RoutingRecorder(trace.meta)
     tracer = Tracer(2_000_000, {"model": trace.meta["model"]}) if with_spans else None
     device = SimDevice(setting.upload_gbps)
-    disk = SimDisk(gbps=setting.gbps, latency_s=setting.latency_s, queue_depth=setting.queue_depth)
+    disk = SimDisk(
+        gbps=setting.gbps,
+        latency_s=setting.latency_s,
+        queue_depth=setting.queue_depth,
+        counters=counters,
+    )
     model = SimModel(trace, device, setting.costs)
     device_any: Any = device
     coordinator = Coordinator(

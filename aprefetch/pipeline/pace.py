@@ -29,9 +29,8 @@ FIRST, LATER = 0.7, 0.3  # shares assumed at first, for ranks below and from top
 LEAST, START, MOST = 0.15, 0.5, 0.95  # of the threshold
 BUSY, IDLE = 0.90, 0.82  # shares of the time that the drive reads
 NO_STALL = 0.02  # of the time: nothing to gain
-TRIAL_EVERY = 12  # windows between two trials of the way that was slower
-WINDOW_WEIGHT = 0.3  # of the newest window in a way's time per step
-PAYS = 0.99  # guesses must take less than this of the time without
+FIRST_TRIAL, TRIAL_EVERY = 2, 12  # windows before a trial of the way that was slower
+PAYS = 0.97  # the other way must take less than this of the time
 
 
 class Pace:
@@ -49,12 +48,16 @@ class Pace:
         self._counters = counters
         self._n_layers = max(1, n_layers)
         self._shares: dict[tuple[int, int], list[float]] = {}  # (layer, depth) -> by rank
+        self._n_seen: dict[tuple[int, int], int] = {}
         self._step = 0
         self._wall_ns = 0
         self._decode_ns: list[int] = []  # of the window's single-row steps
-        self._way_ns: list[float | None] = [None, None]  # per step, without guesses and with
-        self._n_windows = 0
-        self._is_trying_without = False
+        self._is_without = False  # the way that was faster
+        self._is_trial = False  # this window goes the other way
+        self._trial_ns: float | None = None  # a step of the trial, until the window after it
+        self._base_ns = 0.0  # a step of the window before the trial
+        self._n_windows = 0  # since the last trial
+        self._next_trial = FIRST_TRIAL
         self._before = self._look()
 
     def _look(self) -> tuple[int, int, int, int]:
@@ -88,8 +91,10 @@ class Pace:
     ) -> None:
         """The router of `layer` has picked; `named` were its guesses, the likeliest first."""
         shares = self.shares(layer, depth, len(named), top_k)
+        n = self._n_seen[layer, depth] = self._n_seen.get((layer, depth), 0) + 1
+        weight = max(WEIGHT, 1 / (n + 3))  # what was assumed at first counts as three
         for rank, expert in enumerate(named):
-            shares[rank] += ((expert in picked) - shares[rank]) * WEIGHT
+            shares[rank] += ((expert in picked) - shares[rank]) * weight
 
     def end_step(self, wall_ns: int, n_issued: int, n_rows: int = 1) -> None:
         """A step over `n_rows` took `wall_ns` and named `n_issued` experts."""
@@ -111,28 +116,35 @@ class Pace:
             layer_ns = wall_ns / (WINDOW_STEPS * self._n_layers)
             self.bytes_per_layer = n_bytes / busy_ns * layer_ns
         if busy_ns > BUSY * wall_ns:
-            self.threshold = min(MOST, self.threshold + 0.1)
+            self.threshold = min(MOST, self.threshold + 0.15)
         elif busy_ns < IDLE * wall_ns and stall_ns > NO_STALL * wall_ns:
             self.threshold = max(LEAST, self.threshold - 0.05)
 
     def _goes_without(self) -> bool:
-        """Whether the next window should do without guesses: it is faster, or to be tried."""
-        if len(self._decode_ns) == WINDOW_STEPS:
-            # The median: one step that was held up by something else proves nothing.
-            took = float(sorted(self._decode_ns)[WINDOW_STEPS // 2])
-            way = int(not self._is_trying_without)
-            before = self._way_ns[way]
-            self._way_ns[way] = took if before is None else before + (took - before) * WINDOW_WEIGHT
-            self._n_windows += 1
+        """Whether the next window should do without guesses: it is faster, or to be tried.
+
+        A trial is one window of the other way between two of the present one: as caches fill,
+        steps get faster in any way, and the mean of the two allows for that.
+        """
+        if len(self._decode_ns) < WINDOW_STEPS:  # prefill in between
+            self._decode_ns.clear()
+            return self._is_without != self._is_trial
+        # The median: one step that was held up by something else proves nothing.
+        took = float(sorted(self._decode_ns)[WINDOW_STEPS // 2])
         self._decode_ns.clear()
-        without, with_guesses = self._way_ns
-        if with_guesses is None:
-            is_without_better = False
-        elif without is None:
-            is_without_better = self._n_windows >= 2
+        if self._is_trial:
+            self._is_trial = False
+            self._trial_ns = took
+        elif self._trial_ns is not None:
+            if self._trial_ns < PAYS * (self._base_ns + took) / 2:
+                self._is_without = not self._is_without
+            self._trial_ns = None
+            self._n_windows = 0
         else:
-            is_without_better = with_guesses > PAYS * without
-            if self._n_windows % TRIAL_EVERY == 0:
-                is_without_better = not is_without_better
-        self._is_trying_without = is_without_better
-        return is_without_better
+            self._n_windows += 1
+            self._is_trial = self._n_windows >= self._next_trial
+            if self._is_trial:
+                self._next_trial = TRIAL_EVERY
+        if self._trial_ns is None:
+            self._base_ns = took
+        return self._is_without != self._is_trial
