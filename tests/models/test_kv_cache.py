@@ -54,3 +54,11 @@ def test_growing_rows_keep_everything(sizes):
         n += size
         assert torch.equal(rows.view(), numbered(0, n))
         assert rows.n_bytes <= max(32, 2 * n) * 3 * 4
+
+
+def test_sliding_rows_keep_the_sum_with_a_bias():
+    rows = SlidingRows(3, 8, CPU)
+    for i in range(0, 60, 3):
+        rows.append(numbered(i, 3), torch.full((3, 3), 0.5))
+    view = rows.view()
+    assert torch.equal(view, numbered(rows.first_position, view.shape[0]) + 0.5)
