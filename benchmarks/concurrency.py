@@ -38,6 +38,7 @@ class Round:
     tokens_per_s: float
     bytes_per_token: float
     read_bytes_per_s: float
+    cpu_ms_per_token: float
     answers: list[list[int]]
 
 
@@ -45,7 +46,7 @@ async def measure(
     rt: aprefetch.Runtime, prompts: list[str], n_tokens: int, *, together: bool
 ) -> Round:
     options = {"max_tokens": n_tokens, "temperature": 0, "ignore_eos": True}
-    before, start_ns = rt.stats(), time.perf_counter_ns()
+    before, start_ns, cpu_ns = rt.stats(), time.perf_counter_ns(), time.process_time_ns()
     if together:
         done = await asyncio.gather(*(rt.generate(prompt, **options) for prompt in prompts))
     else:
@@ -56,6 +57,7 @@ async def measure(
         tokens_per_s=stats.output_tokens / seconds,
         bytes_per_token=stats.bytes_read / stats.output_tokens,
         read_bytes_per_s=stats.bytes_read / seconds,
+        cpu_ms_per_token=(time.process_time_ns() - cpu_ns) / stats.output_tokens / 1e6,
         answers=[answer.token_ids for answer in done],
     )
 
@@ -91,16 +93,17 @@ async def run(args: argparse.Namespace, folder: Path) -> None:
         "tokens": args.tokens,
         "budget_share": (vram + ram) / plan.routed_bytes,
     }
-    print(f"{'':14}{'tokens/s':>10}{'MB/token':>10}{'MB/s':>10}{'ceiling':>10}")
+    print(f"{'':14}{'tokens/s':>10}{'MB/token':>10}{'MB/s':>10}{'ceiling':>10}{'CPU ms':>10}")
     for name, rounds in (("one by one", solo), ("together", batch)):
         middle = {
             field: statistics.median(getattr(r, field) for r in rounds)
-            for field in ("tokens_per_s", "bytes_per_token", "read_bytes_per_s")
+            for field in ("tokens_per_s", "bytes_per_token", "read_bytes_per_s", "cpu_ms_per_token")
         }
         ceiling = middle["ceiling_tokens_per_s"] = args.ssd_gbps * 1e9 / middle["bytes_per_token"]
         print(
             f"{name:14}{middle['tokens_per_s']:10.1f}{middle['bytes_per_token'] / 1e6:10.3f}"
             f"{middle['read_bytes_per_s'] / 1e6:10.1f}{ceiling:10.1f}"
+            f"{middle['cpu_ms_per_token']:10.2f}"
         )
         row[name.replace(" ", "_")] = middle
     row["ratio"] = statistics.median(

@@ -29,6 +29,7 @@ class Server:
                 self.url = found[1]
                 self.port = int(self.url.rpartition(":")[2])
                 return
+        self.wait()
         raise AssertionError(f"no server: {''.join(self.log)}")
 
     def client(self, key: str = "none", **options: Any) -> openai.OpenAI:
