@@ -157,8 +157,8 @@ def _write(path: Path, blocks: list[bytes], values: Values) -> None:
         raise
 
 
-def _bytes(array: npt.NDArray[np.float32]) -> memoryview:
-    return memoryview(np.ascontiguousarray(array, dtype="<f4").reshape(-1).view(np.uint8))
+def _bytes(array: npt.NDArray[np.float32]) -> bytes:
+    return np.ascontiguousarray(array, dtype="<f4").tobytes()
 
 
 def _read_header(file: BinaryIO) -> dict[str, Any]:
