@@ -172,8 +172,15 @@ async def test_k2_every_counter_moves(model, facts):
         async with aprefetch.Runtime.open(model, lookahead_depth=3, **budgets) as rt:
             await rt.generate(facts["prompts"]["p40"]["ids"], max_tokens=30, **GREEDY)
             note(rt.stats())
-    async with aprefetch.Runtime.open(model, lookahead="off", **small(model)) as rt:
-        await rt.generate(facts["prompts"]["p40"]["ids"], max_tokens=2, **GREEDY)
+    options = {"lookahead": "off", "prefix_budget": "64MB"}
+    async with aprefetch.Runtime.open(model, **options, **small(model)) as rt:
+        done = await rt.generate(facts["prompts"]["p40"]["ids"], max_tokens=2, **GREEDY)
+        again = [*facts["prompts"]["p40"]["ids"], *done.token_ids, 7]
+        await rt.generate(again, max_tokens=2, **GREEDY)
+        note(rt.stats())
+    async with aprefetch.Runtime.open(model, prefix_budget="16MiB") as rt:
+        for _ in range(2):
+            await rt.generate(facts["prompts"]["p40"]["ids"], max_tokens=2, **GREEDY)
         note(rt.stats())
     names = {field.name for field in dataclasses.fields(aprefetch.Stats)}
     assert names - moved == {"duplicate_reads"}, "only this one must stay 0"
