@@ -179,8 +179,9 @@ async def test_k2_every_counter_moves(model, facts):
         await rt.generate(again, max_tokens=2, **GREEDY)
         note(rt.stats())
     async with aprefetch.Runtime.open(model, prefix_budget="16MiB") as rt:
-        for _ in range(2):
-            await rt.generate(facts["prompts"]["p40"]["ids"], max_tokens=2, **GREEDY)
+        ids = facts["prompts"]["p40"]["ids"]
+        done = await rt.generate(ids, max_tokens=2, **GREEDY)
+        await rt.generate([*ids, *done.token_ids, 5], max_tokens=2, **GREEDY)
         note(rt.stats())
     names = {field.name for field in dataclasses.fields(aprefetch.Stats)}
     assert names - moved == {"duplicate_reads"}, "only this one must stay 0"

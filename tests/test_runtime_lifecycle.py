@@ -57,10 +57,11 @@ def threads() -> set[str]:
 
 @pytest.fixture(autouse=True)
 async def nothing_left():
+    before = threads()  # kernels that other tests keep have threads of their own
     yield
     await asyncio.sleep(0)
     assert [task for task in asyncio.all_tasks() if task.get_name().startswith("aprefetch")] == []
-    assert threads() == set()
+    assert threads() <= before
     assert descriptors() == set()
 
 
@@ -130,6 +131,7 @@ async def test_the_supervisor_may_be_cancelled(model, facts) -> None:
 
 
 async def test_opening_may_be_cancelled_at_any_time(model) -> None:
+    before = threads()
     for n_ticks in range(0, 60, 3):
         opening = asyncio.create_task(Runtime.open(model, **OPTIONS)._open())
         for _ in range(n_ticks):
@@ -141,7 +143,7 @@ async def test_opening_may_be_cancelled_at_any_time(model) -> None:
             await (await opening).aclose()
             break
         except asyncio.CancelledError:
-            assert threads() == set()
+            assert threads() <= before
             assert descriptors() == set()
 
 
