@@ -402,6 +402,6 @@ async def test_nothing_is_written_after_done(make: Make, tmp_path: Path, seed: i
     assert not open_jobs
     assert len(outcomes) == 150
     assert set(outcomes) <= {None, ReadCancelled, ReadError}
-    assert len(set(outcomes)) == 3
+    assert None in outcomes, "how many are cancelled or fail is a matter of time; not all"
     assert all(landing.is_intact() for landing in landings)
     assert all(set(bytes(landing.view)) == {0x5A} for landing in landings)
