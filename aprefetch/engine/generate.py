@@ -21,6 +21,7 @@ from torch import Tensor
 
 from aprefetch.device.base import Device
 from aprefetch.device.cpu import INLINE_COMPUTE_COST
+from aprefetch.engine.heap import HeapTrimmer
 from aprefetch.engine.pacing import ChunkPacer
 from aprefetch.engine.prefix_cache import KeptState, PrefixCache
 from aprefetch.engine.request import GenerateRequest, Request, ScoreRequest
@@ -85,6 +86,7 @@ class Engine:
         self._check_source = check_source
         self._prefix = prefix
         self._n_checked_bytes = 0
+        self._heap = HeapTrimmer()
         self._wake = asyncio.Event()
         self._stopping = False
         self._closed: Callable[[], BaseException] | None = None
@@ -160,6 +162,8 @@ class Engine:
 
     async def _idle(self) -> None:
         """Until something changed, or a request that waits or is held up runs out of time."""
+        if not self._scheduler.all():
+            self._heap.when_idle()
         deadline_ns = self._scheduler.next_deadline_ns()
         if deadline_ns is None:
             await self._wake.wait()
