@@ -16,10 +16,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import cProfile
 import functools
 import json
+import pstats
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,10 +80,16 @@ def parts(files: Any, mode: str) -> Iterator[None]:
 async def measure(rt: Runtime, n: int, prompt: list[int]) -> dict[str, Any]:
     """`n` decoded tokens after a prompt; numbers are per token."""
     ids: list[int] = []
+    spans: Counter[str] = Counter()
     before, start_ns = rt.stats(), 0
     async with rt.stream(prompt, max_tokens=n + 1, **_SAMPLING) as stream:
         async for event in stream:
             ids.append(event.token_id)
+            step = rt.last_step
+            if start_ns and step is not None:
+                spans["step"] += step.duration_ns
+                for _, name, _, ns in step.spans:
+                    spans[name] += ns
             if not start_ns:  # the prompt is over
                 before, start_ns = rt.stats(), time.perf_counter_ns()
     ms = (time.perf_counter_ns() - start_ns) / 1e6 / n
@@ -95,6 +104,7 @@ async def measure(rt: Runtime, n: int, prompt: list[int]) -> dict[str, Any]:
         "hits": stats.hits_device / looked_up,
         "recall": stats.predicted_right / max(1, stats.picked),
         "busy": stats.read_busy_ns / 1e6 / n / ms,
+        "spans_ms": {name: round(ns / 1e6 / n, 3) for name, ns in spans.items()},
         "ids": ids,
     }
 
@@ -126,9 +136,14 @@ async def resident(args: argparse.Namespace, plan: Any) -> dict[str, Any]:
     with parts(None, "overlap"):
         rt = await opened(args.path, "overlap", budgets)
     async with rt:
-        await rt._coordinator.warm(every_expert(rt))
+        while await rt._coordinator.warm(every_expert(rt)):
+            pass  # as many at a time as can be on their way
         await measure(rt, 10, args.prompt)
         row = await measure(rt, args.tokens, args.prompt)
+        if args.profile:
+            with cProfile.Profile() as profile:
+                await measure(rt, args.tokens, args.prompt)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(22)
         for _ in range(2):
             row["prefill_s"] = await settled_prefill(rt, 512)
     return row
@@ -220,6 +235,7 @@ def main() -> int:
     rows = [asyncio.run(resident(args, plan))]
     compute_ms = rows[0]["ms"]
     show("resident", "", rows[0], 0, compute_ms)
+    print(rows[0]["spans_ms"])
     rates = [float(rate) for rate in args.gbps.split(",") if rate]
     for mode in args.modes.split(",") if rates else ():
         found = asyncio.run(streamed(args, plan, mode, args.path, rates))
@@ -253,6 +269,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--warm-up", type=int, default=24)
     parser.add_argument("--no-pinned", action="store_true", help="leave the full RAM tier out")
+    parser.add_argument("--profile", action="store_true", help="of the resident mode's Python")
     parser.add_argument("--prefill", action="store_true", help="512 tokens from the drive, too")
     return parser.parse_args()
 

@@ -144,7 +144,7 @@ def write_full_shape(path: Path, config: TinyConfig) -> int:
     )
     start = -(-len(header) // _ALIGNMENT) * _ALIGNMENT
     rng = np.random.default_rng(config.seed + 1)
-    pools: dict[tuple[int, int], np.ndarray] = {}
+    pools: dict[tuple[int, float], np.ndarray] = {}
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         os.ftruncate(fd, start + at)
@@ -156,9 +156,11 @@ def write_full_shape(path: Path, config: TinyConfig) -> int:
                 if name in plan.values:
                     os.pwrite(fd, plan.values[name].tobytes(), offset)
                     continue
-                key = (int(kind), shape[-1])
+                # Embeddings of order one: else tokens look alike, and so do their experts.
+                std = 1.0 if name == "token_embd.weight" else shape[-1] ** -0.5
+                key = (int(kind), std)
                 if key not in pools:
-                    pools[key] = _pool(rng, kind, shape[-1] ** -0.5)
+                    pools[key] = _pool(rng, kind, std)
                 n = tensor_bytes(row.dims, int(kind))
                 first = int(rng.integers(len(pools[key])))
                 jobs.append(writers.submit(_write_pooled, fd, offset, n, pools[key], first))
