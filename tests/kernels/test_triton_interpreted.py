@@ -15,6 +15,7 @@ if torch.cuda.is_available():
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernels are imported
 pytest.importorskip("triton")
 
+import kimi_checks
 import op_checks
 import triton.runtime.interpreter as interpreter
 from kernel_cases import FORMATS
@@ -77,3 +78,13 @@ def test_operation(ops, check):
 @pytest.mark.parametrize("name", ["F32", "F16"])
 def test_hyper_connections(ops, name):
     op_checks.check_hyper_connections(ops, name)
+
+
+@pytest.mark.parametrize("check", kimi_checks.CHECKS)
+def test_kimi_operation(ops, check):
+    getattr(kimi_checks, f"check_{check}")(ops)
+
+
+@pytest.mark.parametrize("types", [("MXFP4",) * 3, ("Q2_K", "Q2_K", "MXFP4")])
+def test_kimi_experts(ops, types):
+    kimi_checks.check_experts(ops, types, 256 if "Q2_K" in types else 32, 32, few=True)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from aprefetch.kernels.triton.blocks import add_columns, decode_columns, load_columns
+from aprefetch.kernels.triton.kimi_kernels import situ
 
 __all__ = [
     "columns_of",
@@ -152,16 +153,17 @@ def _activate(g, u, limit):
 
 @triton.jit
 def expert_gate_up_kernel(
-    x_ptr, arena_ptr, table_ptr, pair_rows_ptr, hidden_ptr, counter_ptr, limit,
+    x_ptr, arena_ptr, table_ptr, pair_rows_ptr, hidden_ptr, counter_ptr, limit, linear_beta,
     gate_at, up_at, n_tiles, table_rows, F,
     N_IN: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr,
     GATE: tl.constexpr, UP: tl.constexpr, GATE_HALVES: tl.constexpr, UP_HALVES: tl.constexpr,
     GATE_SCALED: tl.constexpr, UP_SCALED: tl.constexpr, MASKED: tl.constexpr,
-    GATE_OFFSET: tl.constexpr, UP_OFFSET: tl.constexpr,
+    GATE_OFFSET: tl.constexpr, UP_OFFSET: tl.constexpr, SITU: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """`hidden[pair] = silu(min(gate x, limit)) * clamp(up x)`; grid (tiles, row tiles of F).
 
+    With `SITU` it is `situ(gate x, up x)`, its beta given as `limit`.
     Entry i of the table is (slot byte offset, first pair, pairs); an offset below 0 is skipped.
     The table starts `counter % table_rows` rows of `n_tiles` entries on.
     """
@@ -196,7 +198,10 @@ def expert_gate_up_kernel(
     g, u = _sums(g, T * R), _sums(u, T * R)
     hidden = ()
     for i in tl.static_range(T * R):
-        hidden = hidden + (_activate(g[i], u[i], limit),)
+        if SITU:
+            hidden = hidden + (situ(g[i], u[i], limit, linear_beta),)
+        else:
+            hidden = hidden + (_activate(g[i], u[i], limit),)
     _store_rows(at, alive, first, F, hidden, T, R)
 
 

@@ -15,10 +15,10 @@ import torch
 import triton
 from torch import Tensor
 
-from aprefetch.kernels.cpu.reference import ReferenceOps
 from aprefetch.kernels.ops import Situ
 from aprefetch.kernels.triton import attention, matvec, rows
 from aprefetch.kernels.triton.blocks import BLOCK_TYPES, HAS_OFFSET, NIBBLE_HALVES, UNSCALED
+from aprefetch.kernels.triton.kimi import KimiTritonOps
 from aprefetch.quant import dequantize, row_bytes
 from aprefetch.quant.base import QuantTensor
 from aprefetch.types import LayerLayout
@@ -71,7 +71,7 @@ def _warps(n: int) -> int:
     return min(8, max(1, n // 256))
 
 
-class TritonOps(ReferenceOps):
+class TritonOps(KimiTritonOps):
     """See `aprefetch.kernels.ops.Ops` for shapes and meaning.
 
     Args:
@@ -147,9 +147,7 @@ class TritonOps(ReferenceOps):
         activation: Situ | None = None,
     ) -> None:
         gate, up, down = layout.roles
-        if activation is not None or not all(
-            r.ggml_type in BLOCK_TYPES and r.n_in % 8 == 0 for r in layout.roles
-        ):
+        if not all(r.ggml_type in BLOCK_TYPES and r.n_in % 8 == 0 for r in layout.roles):
             super().experts(
                 x, arena, slot_offsets, layout, pair_starts, pair_rows, limit, out, out_rows,
                 activation,
@@ -166,7 +164,7 @@ class TritonOps(ReferenceOps):
         hidden = self.new(pair_rows.shape[0], gate.n_out)
         self.experts_from_table(
             x, arena, layout, entries, len(table), 1, self._zero, pair_rows, limit, hidden,
-            out, out_rows, tokens,
+            out, out_rows, tokens, activation,
         )  # fmt: skip
 
     def experts_from_table(
@@ -184,6 +182,7 @@ class TritonOps(ReferenceOps):
         out: Tensor,
         out_rows: Tensor,
         tokens: int,
+        activation: Situ | None = None,
     ) -> None:
         """Experts by a table that the kernels read: see `matvec.expert_gate_up_kernel`.
 
@@ -192,15 +191,16 @@ class TritonOps(ReferenceOps):
         """
         gate, up, down = layout.roles
         gate_at, up_at, down_at = layout.device_offsets
+        bounds = (limit, 0.0) if activation is None else activation
         g = _shape(gate.ggml_type, gate.n_in, gate.n_out, True)
         u = _shape(up.ggml_type, up.n_in, up.n_out, True)
         matvec.expert_gate_up_kernel[(n_tiles, triton.cdiv(gate.n_out, _EXPERT_ROWS))](
-            x, arena, table, pair_rows, hidden, counter, float(limit), gate_at, up_at, n_tiles,
-            table_rows, gate.n_out,
+            x, arena, table, pair_rows, hidden, counter, *map(float, bounds), gate_at, up_at,
+            n_tiles, table_rows, gate.n_out,
             N_IN=gate.n_in, GATE_BYTES=g.row_bytes, UP_BYTES=u.row_bytes,
             GATE=gate.ggml_type, UP=up.ggml_type, GATE_HALVES=g.halves, UP_HALVES=u.halves,
             GATE_SCALED=g.scaled, UP_SCALED=u.scaled, MASKED=g.masked or u.masked,
-            GATE_OFFSET=g.offset, UP_OFFSET=u.offset,
+            GATE_OFFSET=g.offset, UP_OFFSET=u.offset, SITU=activation is not None,
             T=tokens, R=_EXPERT_ROWS, C=g.columns, num_warps=g.columns // 32,
         )  # fmt: skip
         d = _shape(down.ggml_type, down.n_in, down.n_out, True)
