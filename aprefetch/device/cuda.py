@@ -1,8 +1,9 @@
 """A CUDA device: pinned host memory, slots in device memory, copies on a stream of their own.
 
 Compute is enqueued on PyTorch's current stream by whoever calls the operations; uploads run on one
-copy stream. The loop's thread never waits for a stream: two waiter threads, one per kind of work,
-sleep on blocking events and report in batches, through one callback per loop turn. A copy's `done`
+copy stream. The loop's thread never waits for a stream: two threads, one per kind of work, sleep on
+blocking events and report in batches, through one callback per loop turn. The one for uploads also
+enqueues them: a large copy may keep its caller for as long as it takes. A copy's `done`
 comes after its bytes have landed, so compute that is enqueued later needs no stream-side wait.
 
 Host memory is an anonymous mapping that is registered with the driver. Where that fails the arena
@@ -16,6 +17,7 @@ import asyncio
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -103,6 +105,15 @@ class CudaTicket:
 _Waiting = tuple[torch.cuda.Event, Callable[[Exception | None], None]]
 
 
+def _awaited(event: torch.cuda.Event) -> Exception | None:
+    """Sleep until the event; the error that the GPU reported, if it did."""
+    try:
+        event.synchronize()
+    except RuntimeError as failure:
+        return DeviceError(f"the GPU reported an error: {failure}")
+    return None
+
+
 class _Waiter:
     """One thread that sleeps on events in the order given and reports on the loop's thread."""
 
@@ -126,12 +137,7 @@ class _Waiter:
         torch.cuda.set_device(self._device)
         while (work := self._work.get()) is not None:
             event, done = work
-            error: Exception | None = None
-            try:
-                event.synchronize()
-            except RuntimeError as failure:
-                error = DeviceError(f"the GPU reported an error: {failure}")
-            self.report(done, error)
+            self.report(done, _awaited(event))
             del work, event, done
 
     def report(self, done: Callable[[Exception | None], None], error: Exception | None) -> None:
@@ -153,6 +159,66 @@ class _Waiter:
         """End the thread after the events it has."""
         if self._thread is not None:
             self._work.put(None)
+            self._thread.join()
+            self._thread = None
+
+
+_Upload = tuple[Sequence[Copy], CopyDone]
+
+
+class _Copier(_Waiter):
+    """A waiter that enqueues copies itself: all it has, before it sleeps on the oldest.
+
+    Args:
+        enqueue: starts copies and returns the event after them; called on this thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        enqueue: Callable[[Sequence[Copy]], torch.cuda.Event],
+    ) -> None:
+        super().__init__(name, device)
+        self._enqueue = enqueue
+        self._uploads: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
+
+    def copy(self, copies: Sequence[Copy], done: CopyDone) -> None:
+        """Call `done(error | None)` on the running loop's thread after the copies."""
+        self._loop = asyncio.get_running_loop()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name)
+            self._thread.start()
+        self._uploads.put((copies, done))
+
+    def _run(self) -> None:
+        torch.cuda.set_device(self._device)
+        under_way: deque[_Waiting] = deque()
+        goes_on = True
+        while goes_on or under_way:
+            while goes_on and not (under_way and self._uploads.empty()):
+                upload = self._uploads.get()
+                if upload is None:
+                    goes_on = False
+                else:
+                    self._begin(upload, under_way)
+                del upload  # no reference to the arena while waiting
+            if under_way:
+                event, done = under_way.popleft()
+                self.report(done, _awaited(event))
+                del event, done
+
+    def _begin(self, upload: _Upload, under_way: deque[_Waiting]) -> None:
+        copies, done = upload
+        try:
+            under_way.append((self._enqueue(copies), done))
+        except RuntimeError as failure:
+            self.report(done, DeviceError(f"a copy to the GPU failed: {failure}"))
+
+    def close(self) -> None:
+        """End the thread after the copies it has."""
+        if self._thread is not None:
+            self._uploads.put(None)
             self._thread.join()
             self._thread = None
 
@@ -186,7 +252,7 @@ class CudaDevice:
         self._ops: Ops | None = None
         self._closed = False
         self._copies = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._copy_waiter = _Waiter("aprefetch-copy-waiter", self.torch_device)
+        self._copy_thread = _Copier("aprefetch-uploads", self.torch_device, self._enqueue)
         self._compute_waiter = _Waiter("aprefetch-compute-waiter", self.torch_device)
         self._copier: ThreadPoolExecutor | None = None
         self._compute: ThreadPoolExecutor | None = None
@@ -247,7 +313,7 @@ class CudaDevice:
         if self._pageable and any(self._is_pageable(src) for _, src in copies):
             self._copy_pageable(copies, done)
             return
-        self._copy_waiter.add(self._enqueue(copies), done)
+        self._copy_thread.copy(copies, done)
 
     def _enqueue(self, copies: Sequence[Copy]) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -338,6 +404,6 @@ class CudaDevice:
         for pool in (self._copier, self._compute):
             if pool is not None:
                 pool.shutdown(wait=True)
-        self._copy_waiter.close()
+        self._copy_thread.close()
         self._compute_waiter.close()
         torch.cuda.synchronize(self.torch_device)
