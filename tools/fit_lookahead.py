@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import functools
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,10 +45,10 @@ class States(Lookahead):
         self.noted = {}
         self._before: dict[int, tuple[Tensor, npt.NDArray[np.int32]]] = {}
 
-    def predict(self, layer: int, streams: Tensor, x: Any = None, ids: Any = None) -> Any:
+    def look(self, layer: int, streams: Tensor, x: Any = None, ids: Any = None) -> Any:
         """As always; the experts' input and picks are kept for the next layer."""
         self._before[layer + 1] = (x, ids)
-        return super().predict(layer, streams, x, ids)
+        return super().look(layer, streams, x, ids)
 
     def learn(self, layer: int, ranked: Callable[[], Tensor] | None) -> None:
         """As always; note the pair of guess and truth."""
@@ -161,6 +162,9 @@ def main() -> int:
     args = parser.parse_args()
     prompts = json.loads(Path(args.prompts).read_text()) if args.prompts else list(PROMPTS)
     noted, top_k = asyncio.run(collect(args.model, prompts, args.max_tokens))
+    if not noted:
+        print("no layer of this model has a router to look ahead with", file=sys.stderr)
+        return 1
     arrays, rows = fit(noted, top_k, args.strength)
     out = Path(args.output or path_beside(Path(args.model or embedded.MODEL_PATH)))
     with out.open("wb") as file:
