@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from belady import belady_misses
@@ -21,17 +21,21 @@ from aprefetch.pipeline.cache import LayeredPolicy, LfuPolicy, LruPolicy, Policy
 from aprefetch.routing_trace import RoutingTrace
 
 
-def misses(demands: Sequence[Sequence[int]], policy: Policy, capacity: int) -> int:
-    """Misses of a cache that starts empty; what a demand uses is no victim of its own."""
+def walk(
+    demands: Iterable[Sequence[int]], policy: Policy, capacity: int
+) -> Iterator[tuple[list[int], set[int]]]:
+    """What each demand misses, and what is cached as its turn begins (to read, not to keep).
+
+    The cache starts empty; what a demand uses is no victim of its own.
+    """
     cached: set[int] = set()
-    n_missed = 0
     for items in demands:
-        policy.begin(items[0])
         missing = [item for item in items if item not in cached]
+        yield missing, cached
+        policy.begin(items[0])
         for item in items:
             policy.touch(item)
             policy.hold(item)
-        n_missed += len(missing)
         for item in missing:
             if len(cached) >= capacity:
                 victim = policy.coldest()
@@ -43,7 +47,11 @@ def misses(demands: Sequence[Sequence[int]], policy: Policy, capacity: int) -> i
         for item in items:
             if item in cached:
                 policy.admit(item)
-    return n_missed
+
+
+def misses(demands: Iterable[Sequence[int]], policy: Policy, capacity: int) -> int:
+    """Misses of a cache that starts empty."""
+    return sum(len(missing) for missing, _ in walk(demands, policy, capacity))
 
 
 class Foresight(LayeredPolicy):
