@@ -286,6 +286,13 @@ class Runtime:
         return self._engine
 
     def _examine(self, cancel: threading.Event) -> Examined:
+        wrong = [
+            f"{name} must be a path or None, got {value!r:.60}"
+            for name, value in (("path", self._path), ("tokenizer", self._tokenizer_path))
+            if value is not None and not isinstance(value, str | os.PathLike)
+        ]
+        if wrong:
+            raise ConfigError(wrong)
         return examine(self._path, self._given_config, cancel=cancel, **self._options)
 
     def _lookahead(self, config: RuntimeConfig, experts: ExpertSource) -> Lookahead | None:

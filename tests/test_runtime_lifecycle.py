@@ -192,6 +192,9 @@ async def test_wrong_openings(model, tmp_path) -> None:
         (aprefetch.BudgetError, "vram_budget", model, {"vram_budget": least["vram_budget"] - 1}),
         (aprefetch.BudgetError, "ram_budget", model, {"ram_budget": least["ram_budget"] - 1}),
         (aprefetch.TokenizerError, "tokenizer.json", model, {"tokenizer": tmp_path}),
+        (aprefetch.ConfigError, "path must be a path", 5, {}),
+        (aprefetch.ConfigError, "path must be a path", b"model.gguf", {}),
+        (aprefetch.ConfigError, "tokenizer must be a path", model, {"tokenizer": 5}),
     ]
     for kind, words, path, options in cases:
         with pytest.raises(kind, match=words) as caught:
