@@ -146,6 +146,8 @@ class MemoryConfig:
         vram_budget: Device slots for experts; "auto" takes what is sensible on the device.
         ram_budget: Landing slots and the RAM tier; "auto" as above.
         context_tokens: Most tokens of one sequence; None is the model's own limit.
+        hot_list: File that names the experts worth loading at the opening, written at the close;
+            None begins with empty tiers. A missing, damaged or foreign file is passed over.
 
     Sizes are bytes or "auto" once the object exists.
     """
@@ -153,9 +155,12 @@ class MemoryConfig:
     vram_budget: Size = "auto"
     ram_budget: Size = "auto"
     context_tokens: int | None = None
+    hot_list: str | None = None
 
     def __post_init__(self) -> None:
         checks = _Checks()
+        if self.hot_list is not None and not isinstance(self.hot_list, str | os.PathLike):
+            checks.problems.append(f"hot_list must be a path, got {self.hot_list!r:.60}")
         for name in ("vram_budget", "ram_budget"):
             object.__setattr__(self, name, checks.size(name, getattr(self, name)))
         if self.context_tokens is not None:
@@ -510,6 +515,7 @@ _OPTIONS: dict[str, _Option] = {
     "vram_budget": _Option("memory", "vram_budget", *_TEXT),
     "ram_budget": _Option("memory", "ram_budget", *_TEXT),
     "context_tokens": _Option("memory", "context_tokens", *_WHOLE),
+    "hot_list": _Option("memory", "hot_list", *_TEXT),
     "queue_depth": _Option("reader", "queue_depth", *_WHOLE),
     "strict_direct": _Option("reader", "strict_direct", *_FLAG),
     "slice_bytes": _Option("reader", "slice_bytes", *_TEXT),

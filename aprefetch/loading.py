@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +19,8 @@ from aprefetch._version import __version__
 from aprefetch.engine.prefix_cache import PrefixCache
 from aprefetch.errors import ConfigError
 from aprefetch.models.base import Model, ModelInfo
+from aprefetch.pipeline.coordinator import Coordinator
+from aprefetch.pipeline.hotlist import load_hot_list, save_hot_list
 from aprefetch.plan import Examined
 from aprefetch.storage.state_files import StateFiles
 from aprefetch.text.chat_template import ChatTemplate, load_chat_template
@@ -31,7 +35,10 @@ __all__ = [
     "open_prefix",
     "routing_facts",
     "state_budget_bytes",
+    "warm_from_list",
 ]
+
+log = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
@@ -94,6 +101,27 @@ def open_prefix(examined: Examined) -> PrefixCache | None:
         except OSError as error:
             raise ConfigError(f"prefix_folder {options.folder}: {error}") from error
     return PrefixCache(options.budget_bytes, files)
+
+
+async def warm_from_list(
+    coordinator: Coordinator, examined: Examined, stack: AsyncExitStack
+) -> None:
+    """Load what an earlier run found worth its room, and have the list written at the close."""
+    chosen = examined.config.memory.hot_list
+    if chosen is None:
+        return
+    path = Path(chosen)
+    model = await asyncio.to_thread(lambda: examined.source.identity().digest)
+
+    async def save() -> None:
+        keys = coordinator.hottest()
+        try:
+            await asyncio.to_thread(save_hot_list, path, model, keys)
+        except OSError as error:
+            log.warning("hot list %s was not written: %s", path, error)
+
+    stack.push_async_callback(save)
+    await coordinator.warm(await asyncio.to_thread(load_hot_list, path, model))
 
 
 def routing_facts(examined: Examined, info: ModelInfo) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from aprefetch.loading import (
     open_prefix,
     routing_facts,
     state_budget_bytes,
+    warm_from_list,
 )
 from aprefetch.models.base import ModelInfo, WarmsUp
 from aprefetch.pipeline.coordinator import Coordinator
@@ -263,6 +264,7 @@ class Runtime:
             recorder=self._recorder,
             settled=config.trace.settled,
         )
+        await warm_from_list(self._coordinator, examined, stack)
         self._prefix = await in_thread(lambda: open_prefix(examined))
         if self._prefix is not None:
             stack.push_async_callback(self._prefix.aclose)

@@ -282,6 +282,23 @@ async def test_l0_off_means_no_guess(model, facts):
     assert s.predicted == s.picked == 0
 
 
+async def test_c9_a_new_run_begins_with_the_hot_list_of_an_earlier_one(model, facts, tmp_path):
+    """Its first token misses less; a damaged list is passed over with a note."""
+    path, ids = tmp_path / "hot.json", facts["prompts"]["p7"]["ids"]
+    options = {"hot_list": str(path), "lookahead": "off", **small(model, 30)}
+    misses = []
+    for damage in (None, None, "not a list"):
+        if damage is not None:
+            path.write_text(damage)
+        async with aprefetch.Runtime.open(model, **options) as rt:
+            before = rt.stats()
+            done = await rt.generate(ids, max_tokens=4, **GREEDY)
+            misses.append(rt.stats().since(before).misses_device)
+        assert done.token_ids == facts["greedy"]["p7"][:4]
+        assert path.exists()
+    assert misses[1] < min(misses[0], misses[2])
+
+
 # -- damaged files ------------------------------------------------------------------------------
 
 
