@@ -41,7 +41,7 @@ Guesses = Literal["trace", "perfect", "wrong", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What to replay with. Budgets in bytes; `overhead_s` is added to each read's latency."""
+    """What to replay with. Budgets in bytes; `latency_s` includes what threads and timers add."""
 
     vram_budget: int
     ram_budget: int
