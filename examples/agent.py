@@ -45,5 +45,6 @@ if __name__ == "__main__":
     else:
         command = [sys.executable, "-m", "aprefetch", "serve", "--port", "0"]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-            main(re.search(r"http://\S+", server.stderr.readline())[0])
+            found = (re.search(r"http://\S+", line) for line in server.stderr)
+            main(next(url[0] for url in found if url))
             server.terminate()
