@@ -13,8 +13,8 @@ import torch
 if torch.cuda.is_available():
     pytest.skip("compiled kernels are tested in tests/gpu instead", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernels are imported
-triton = pytest.importorskip("triton")
-if not triton.__version__.startswith("3.6."):  # the interpreter of 3.9 refuses some of the kernels
+if not pytest.importorskip("triton").__version__.startswith("3.6."):
+    # The interpreter of 3.9 refuses some of the kernels.
     pytest.skip("Triton's interpreter is tested with 3.6", allow_module_level=True)
 
 import kimi_checks
