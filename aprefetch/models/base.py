@@ -14,6 +14,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from aprefetch.models.kv_cache import StatePart
@@ -27,6 +28,7 @@ __all__ = [
     "ModelInfo",
     "SequenceState",
     "WarmsUp",
+    "logits_of",
 ]
 
 LogitsWanted = Literal["last", "all", "none"]
@@ -117,3 +119,23 @@ class WarmsUp(Protocol):
     def warm_up(self, arena: Tensor) -> None:
         """Prepare for experts that lie in `arena`, whose content does not matter. Blocks."""
         ...
+
+
+def logits_of(
+    rows: Tensor, chunks: Sequence[Chunk], head: Callable[[Tensor], Tensor]
+) -> list[Tensor | None]:
+    """What `Model.forward` returns: `head` of the rows that each chunk wants logits for.
+
+    `rows` are the chunks' states after the last layer, one chunk after the other; `head` turns
+    some of them into logits `[n, V]` and is called at most once.
+    """
+    pieces, stop = [], 0
+    for chunk in chunks:
+        start, stop = stop, stop + len(chunk.token_ids)
+        first = {"all": start, "last": stop - 1, "none": stop}[chunk.logits]
+        pieces.append(slice(first, stop))
+    wanted = torch.cat([rows[piece] for piece in pieces])
+    if not wanted.shape[0]:
+        return [None] * len(chunks)
+    sizes = [piece.stop - piece.start for piece in pieces]
+    return [part if part.shape[0] else None for part in torch.split(head(wanted), sizes)]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from aprefetch.errors import SourceError
 from aprefetch.kernels.ops import Ops
-from aprefetch.models.base import Chunk, EarlyRouter, ModelInfo
+from aprefetch.models.base import Chunk, EarlyRouter, ModelInfo, logits_of
 from aprefetch.models.deepseek_v4_args import (
     ARCHITECTURE,
     N_STREAMS,
@@ -375,27 +375,16 @@ class DeepseekV4:
         streams = ops.hc_leave(y, streams, post, comb)
         for span in spans:
             span.state.n_tokens += span.n
-        return self._logits(streams, chunks, spans)
+        return logits_of(streams, chunks, self._head)
 
-    def _logits(
-        self, streams: Tensor, chunks: Sequence[Chunk], spans: Sequence[Span]
-    ) -> list[Tensor | None]:
+    def _head(self, streams: Tensor) -> Tensor:
+        """Logits `[n, V]` of streams `[n, S, D]` after the last block."""
         ops, args = self._ops, self.args
-        pieces = []
-        for chunk, span in zip(chunks, spans, strict=True):
-            stop = span.start + span.n
-            first = {"all": span.start, "last": stop - 1, "none": stop}[chunk.logits]
-            pieces.append(slice(first, stop))
-        wanted = torch.cat([streams[piece] for piece in pieces])
-        if not wanted.shape[0]:
-            return [None] * len(chunks)
         h = ops.hc_collapse(
-            wanted, self.head_fn, self.head_scale, self.head_base,
+            streams, self.head_fn, self.head_scale, self.head_base,
             eps=args.rms_eps, hc_eps=args.hc_eps,
         )  # fmt: skip
-        logits = ops.linear(ops.rms_norm(h, self.head_norm, args.rms_eps), self.head)
-        sizes = [piece.stop - piece.start for piece in pieces]
-        return [part if part.shape[0] else None for part in torch.split(logits, sizes)]
+        return ops.linear(ops.rms_norm(h, self.head_norm, args.rms_eps), self.head)
 
 
 def _decoder(model: DeepseekV4, ops: Ops) -> GraphDecoder | None:

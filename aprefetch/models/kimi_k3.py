@@ -19,7 +19,7 @@ from torch import Tensor
 
 from aprefetch.errors import SourceError
 from aprefetch.kernels.ops import Ops
-from aprefetch.models.base import Chunk, EarlyRouter, ModelInfo
+from aprefetch.models.base import Chunk, EarlyRouter, ModelInfo, logits_of
 from aprefetch.models.kimi_k3_args import KIMI_K3, KIMI_LINEAR, KimiArgs, n_main_layers
 from aprefetch.models.kimi_k3_attention import DeltaAttention, KimiState, LatentAttention, Span
 from aprefetch.models.layers import FusedLinear
@@ -295,20 +295,9 @@ class Kimi:
             streams.add(y)
         for span in spans:
             span.state.n_tokens += span.n
-        return self._logits(streams.view(), chunks, spans)
+        return logits_of(streams.view(), chunks, self._head)
 
-    def _logits(
-        self, streams: Tensor, chunks: Sequence[Chunk], spans: Sequence[Span]
-    ) -> list[Tensor | None]:
-        pieces = []
-        for chunk, span in zip(chunks, spans, strict=True):
-            stop = span.start + span.n
-            first = {"all": span.start, "last": stop - 1, "none": stop}[chunk.logits]
-            pieces.append(slice(first, stop))
-        wanted = torch.cat([streams[piece] for piece in pieces])
-        if not wanted.shape[0]:
-            return [None] * len(chunks)
-        x = self._norm(self._mix(wanted, self.head_score), self.head_norm)
-        logits = self._ops.linear(x, self.head)
-        sizes = [piece.stop - piece.start for piece in pieces]
-        return [part if part.shape[0] else None for part in torch.split(logits, sizes)]
+    def _head(self, rows: Tensor) -> Tensor:
+        """Logits `[n, V]` of what the last block leaves."""
+        x = self._norm(self._mix(rows, self.head_score), self.head_norm)
+        return self._ops.linear(x, self.head)
