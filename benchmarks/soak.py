@@ -180,12 +180,13 @@ class Load:
             [{}, {"top_p": 0.9}, {"top_k": 20}, {"logprobs": 3}, {"repetition_penalty": 1.2}]
         )
 
-    async def burst(self) -> None:
-        """Some clients at a time, each with some requests."""
-        n_clients = self.rng.randint(1, 8)
+    async def burst(self, most: float) -> None:
+        """Some clients at a time, each with some requests; hardly more than `most` of these."""
+        n_clients = min(self.rng.randint(1, 8), most)
+        n_each = min(3, most // n_clients)
         async with asyncio.TaskGroup() as group:
-            for _ in range(n_clients):
-                group.create_task(self.client(self.rng.randint(1, 3)))
+            for _ in range(int(n_clients)):
+                group.create_task(self.client(self.rng.randint(1, int(n_each))))
 
     async def client(self, n: int) -> None:
         for _ in range(n):
@@ -392,7 +393,7 @@ async def soak(rt: Runtime, args: argparse.Namespace, started_s: float) -> dict[
             while time.perf_counter() < min(until_s, end_s) and load.n_begun < until_n:
                 with contextlib.suppress(TimeoutError):  # the clients are cancelled with it
                     async with asyncio.timeout(max(0.1, end_s - time.perf_counter())):
-                        await load.burst()
+                        await load.burst(until_n - load.n_begun)
             outcome = await load._probe()
             load.outcomes[f"probe at rest: {outcome}"] += 1
             _row(await watch.rest())
