@@ -90,11 +90,15 @@ class BestScores:
         """See `Strategy`."""
         n_rows, n_experts = scores.shape
         width = min(self._width or self._layers[layer].top_k, n_experts)
-        # A stable sort: which of equal scores `topk` takes is not specified.
-        values, ids = scores.sort(dim=1, descending=True, stable=True)
+        # Stable sorts: which of equal scores `topk` takes is not specified. For one row numpy's is
+        # the quicker one.
         if n_rows == 1:
-            first: list[int] = ids[0, : width * self._one_row_factor].tolist()
+            row = scores.numpy()[0]
+            first: list[int] = (
+                (-row).argsort(kind="stable")[: width * self._one_row_factor].tolist()
+            )
             return first
+        values, ids = scores.sort(dim=1, descending=True, stable=True)
         best: dict[int, float] = {}
         votes: Counter[int] = Counter()
         for row_values, row_ids in zip(
@@ -220,8 +224,8 @@ class Lookahead:
         # layer -> the layer whose streams were looked at -> experts issued, all that were ranked
         self._pending: dict[int, dict[int, tuple[list[int], list[int]]]] = {}
         self._scored: dict[int, dict[int, Tensor]] = {}  # likewise: scores `[T, E]`
-        self._drift: dict[tuple[int, int], Tensor] = {}  # (looked at, layer) -> `[E]`
-        self._n_learned: Counter[tuple[int, int]] = Counter()
+        self._drift: dict[tuple[int, int], Tensor] = {}  # (looked at, layer) -> `[1, E]`
+        self._n_learned: dict[tuple[int, int], int] = {}
         self._n_issued = 0
 
     def predict(
@@ -325,14 +329,16 @@ class Lookahead:
         for source, scores in seen.items():
             if scores.shape != truth.shape:
                 continue
-            short = (truth - scores).mean(0)
+            short = truth - scores
+            if len(short) > 1:
+                short = short.mean(0, keepdim=True)
             key = (source, layer)
-            self._n_learned[key] += 1
+            n = self._n_learned[key] = self._n_learned.get(key, 0) + 1
             old = self._drift.get(key)
             if old is None:
                 self._drift[key] = short
-            else:
-                old += (short - old) * max(DRIFT_WEIGHT, 1 / self._n_learned[key])
+            else:  # a plain mean at first
+                old.lerp_(short, max(DRIFT_WEIGHT, 1 / n))
 
     def end_step(self, wall_ns: int, n_rows: int) -> None:
         """A step over `n_rows` is complete."""
