@@ -59,7 +59,7 @@ from aprefetch.models.base import ModelInfo, WarmsUp
 from aprefetch.pipeline.coordinator import Coordinator
 from aprefetch.pipeline.correction import load_corrections, path_beside
 from aprefetch.pipeline.lookahead import Lookahead, RoutedLayer
-from aprefetch.pipeline.reader import ThreadReader
+from aprefetch.pipeline.reader import make_reader
 from aprefetch.plan import Examined, Plan, examine
 from aprefetch.prompts import Encoded, Prompt, PromptEncoder
 from aprefetch.report import RunReport
@@ -228,7 +228,7 @@ class Runtime:
             self._tracer = Tracer(config.trace.max_events, {"model": self.model_info.name})
         if config.trace.routing:
             self._recorder = RoutingRecorder(routing_facts(examined, self.model_info))
-        reader = ThreadReader(
+        reader = make_reader(
             examined.experts.paths,
             counters=self._counters,
             queue_depth=config.reader.queue_depth,

@@ -39,7 +39,7 @@ from aprefetch import Runtime, embedded
 from aprefetch.pipeline.correction import load_corrections
 from aprefetch.pipeline.io.wrappers import PacedFiles
 from aprefetch.pipeline.lookahead import Lookahead, Replay
-from aprefetch.pipeline.reader import ThreadReader
+from aprefetch.pipeline.reader import make_reader
 from aprefetch.plan import plan_model
 from aprefetch.routing_trace import RoutingTrace
 from aprefetch.trace_summary import STAGES, TimeTable, of_routing
@@ -88,7 +88,7 @@ def fitted(files: Any, corrections: Any, strategy: Any) -> Iterator[None]:
     """Runtimes opened inside read through `files` and guess as told."""
     lookahead = functools.partial(Lookahead, strategy=strategy)
     with (
-        mock.patch("aprefetch.runtime.ThreadReader", functools.partial(ThreadReader, files=files)),
+        mock.patch("aprefetch.runtime.make_reader", functools.partial(make_reader, files=files)),
         mock.patch("aprefetch.runtime.Lookahead", lookahead),
         mock.patch("aprefetch.runtime.load_corrections", lambda path, device: corrections),
     ):

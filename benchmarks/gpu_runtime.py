@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import contextlib
 import cProfile
-import functools
 import json
 import pstats
 import sys
@@ -32,7 +31,7 @@ import torch
 
 from aprefetch import Runtime, embedded
 from aprefetch.pipeline.io.wrappers import FilesWrapper, PacedFiles
-from aprefetch.pipeline.reader import ThreadReader
+from aprefetch.pipeline.reader import Reader, make_reader
 from aprefetch.pipeline.uploader import Uploader
 from aprefetch.plan import plan_model
 from aprefetch.storage import open_source
@@ -60,14 +59,13 @@ class SerialUploader(Uploader):
 def parts(files: Any, mode: str) -> Iterator[None]:
     """Runtimes opened inside read through `files`; tokens are written with the embedded model's."""
     words = load_tokenizer(open_source(embedded.MODEL_PATH))
-    made = functools.partial(ThreadReader, files=files) if files is not None else ThreadReader
 
-    def reader(*args: Any, **options: Any) -> ThreadReader:
-        SerialUploader.reader = made(*args, **options)
+    def reader(*args: Any, **options: Any) -> Reader:
+        SerialUploader.reader = make_reader(*args, files=files, **options)
         return SerialUploader.reader
 
     with (
-        mock.patch("aprefetch.runtime.ThreadReader", reader),
+        mock.patch("aprefetch.runtime.make_reader", reader),
         mock.patch("aprefetch.loading.load_tokenizer", lambda *_, **__: words),
         contextlib.ExitStack() as stack,
     ):

@@ -46,7 +46,7 @@ from aprefetch import Runtime, embedded
 from aprefetch.config import parse_bytes
 from aprefetch.errors import AprefetchError, DeadlineError, RequestError
 from aprefetch.pipeline.io.wrappers import PacedFiles
-from aprefetch.pipeline.reader import ThreadReader
+from aprefetch.pipeline.reader import make_reader
 from aprefetch.pipeline.slots import SlotState
 from aprefetch.storage import open_source
 from aprefetch.text.vocab import load_tokenizer
@@ -498,8 +498,8 @@ def lent_parts(model: Path | None, gbps: float | None) -> Iterator[None]:
                 stack.enter_context(lend)
         if gbps:
             files = PacedFiles(None, bytes_per_s=gbps * 1e9, latency_s=LATENCY_S)
-            reader = functools.partial(ThreadReader, files=files)
-            stack.enter_context(mock.patch("aprefetch.runtime.ThreadReader", reader))
+            reader = functools.partial(make_reader, files=files)
+            stack.enter_context(mock.patch("aprefetch.runtime.make_reader", reader))
         yield
 
 

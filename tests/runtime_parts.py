@@ -10,7 +10,7 @@ from unittest import mock
 
 from aprefetch.pipeline.io.threads import Files
 from aprefetch.pipeline.lookahead import Lookahead, Strategy
-from aprefetch.pipeline.reader import ThreadReader
+from aprefetch.pipeline.reader import make_reader
 from aprefetch.plan import plan_model
 
 
@@ -22,7 +22,7 @@ def parts(
     if files is not None:
         reader["files"] = files
     with (
-        mock.patch("aprefetch.runtime.ThreadReader", functools.partial(ThreadReader, **reader)),
+        mock.patch("aprefetch.runtime.make_reader", functools.partial(make_reader, **reader)),
         mock.patch("aprefetch.runtime.Lookahead", functools.partial(Lookahead, strategy=strategy)),
     ):
         yield

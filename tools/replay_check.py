@@ -23,7 +23,7 @@ from replay import Setting, replay
 
 from aprefetch import Runtime
 from aprefetch.pipeline.io.wrappers import PacedFiles
-from aprefetch.pipeline.reader import ThreadReader
+from aprefetch.pipeline.reader import make_reader
 from aprefetch.routing_trace import RoutingTrace
 
 QUEUE_DEPTH = 4
@@ -38,8 +38,8 @@ SETTINGS = (  # GB/s, latency, device and RAM budgets, lookahead depth
 async def run(setting: Setting, depth: int, n_tokens: int) -> tuple[RoutingTrace, dict[str, Any]]:
     """Two answers on a paced drive."""
     files = PacedFiles(None, bytes_per_s=setting.gbps * 1e9, latency_s=setting.latency_s)
-    reader = functools.partial(ThreadReader, files=files)
-    with mock.patch("aprefetch.runtime.ThreadReader", reader):
+    reader = functools.partial(make_reader, files=files)
+    with mock.patch("aprefetch.runtime.make_reader", reader):
         runtime = await Runtime.open(
             vram_budget=setting.vram_budget,
             ram_budget=setting.ram_budget,

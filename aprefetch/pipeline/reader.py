@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -39,6 +39,7 @@ __all__ = [
     "Reader",
     "ReaderStatistics",
     "ThreadReader",
+    "make_reader",
 ]
 
 
@@ -480,3 +481,8 @@ class ThreadReader:
 def _address(buffer: memoryview) -> int:
     address: int = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
     return address
+
+
+def make_reader(paths: Sequence[str | Path], **options: Any) -> Reader:
+    """The reader for a runtime; `options` as for `ThreadReader`. Make it on a running loop."""
+    return ThreadReader(paths, **options)
