@@ -8,19 +8,31 @@ from inside the call that asked for it, so callers need not be re-entrant.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor
 
 from aprefetch.kernels.ops import Ops
 from aprefetch.types import ALIGNMENT
 
-__all__ = ["Copy", "CopyDone", "Device", "HostArena", "MemoryInfo", "Ticket"]
+__all__ = [
+    "AddressedCopy",
+    "Copy",
+    "CopyDone",
+    "Device",
+    "HostArena",
+    "MemoryInfo",
+    "OrdersCopies",
+    "Ticket",
+]
 
 T = TypeVar("T")
 
 Copy = tuple[Tensor, Tensor]
 """(destination, source): uint8 tensors of one length."""
+
+AddressedCopy = tuple[int, int, int]
+"""(destination address, source address, bytes)."""
 
 CopyDone = Callable[[Exception | None], None]
 
@@ -133,4 +145,41 @@ class Device(Protocol):
 
     def close(self) -> None:
         """End the threads after the work they have. Idempotent; blocks for that work."""
+        ...
+
+
+@runtime_checkable
+class OrdersCopies(Protocol):
+    """What a device offers besides if compute can be put behind copies in its own order.
+
+    Then nobody on the host has to learn that a copy has landed before compute that needs it is
+    enqueued. All methods belong to the loop thread.
+    """
+
+    @property
+    def orders_copies(self) -> bool:
+        """Whether this holds for the host memory that was allocated so far."""
+        ...
+
+    def enqueue_copies(self, copies: Sequence[AddressedCopy]) -> Ticket:
+        """Start copies to the device in the order of the calls.
+
+        Raises:
+            DeviceError: they could not be started.
+        """
+        ...
+
+    def follow(self, ticket: Ticket) -> None:
+        """Compute enqueued from now on runs after the ticket's work."""
+        ...
+
+    def poll(self) -> None:
+        """Make those calls of `when_done` that are due, now."""
+        ...
+
+    def expedite(self) -> None:
+        """Somebody waits for what was given to `when_done`: call promptly from now on.
+
+        Without it, calls may come some milliseconds late unless somebody polls.
+        """
         ...

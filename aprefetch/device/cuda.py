@@ -1,23 +1,19 @@
 """A CUDA device: pinned host memory, slots in device memory, copies on a stream of their own.
 
 Compute is enqueued on PyTorch's current stream by whoever calls the operations; uploads run on one
-copy stream. The loop's thread never waits for a stream: two threads, one per kind of work, sleep on
-blocking events and report in batches, through one callback per loop turn. The one for uploads also
-enqueues them: a large copy may keep its caller for as long as it takes. A copy's `done`
-comes after its bytes have landed, so compute that is enqueued later needs no stream-side wait.
+copy stream. The loop's thread never waits for a stream, and compute that needs an upload is made to
+follow it on the GPU (`follow`), so that the host need not learn of it first. See `cuda_events` for
+how the end of work is noticed.
 
 Host memory is an anonymous mapping that is registered with the driver. Where that fails the arena
-stays pageable: `n_pageable_bytes` counts it, and its copies go through the copy thread, since a
-copy from pageable memory blocks its caller.
+stays pageable: `n_pageable_bytes` counts it, and its copies go through a thread, since a copy from
+pageable memory blocks its caller; copies are not ordered then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import queue
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,8 +21,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from aprefetch.device.base import Copy, CopyDone, MemoryInfo, Ticket
+from aprefetch.device.base import AddressedCopy, Copy, CopyDone, MemoryInfo, Ticket
 from aprefetch.device.cpu import CpuHostArena
+from aprefetch.device.cuda_copies import CopyStream
+from aprefetch.device.cuda_events import CudaTicket, Watch, new_event
 from aprefetch.errors import DeviceError, OutOfDeviceMemoryError, RuntimeClosedError
 from aprefetch.types import ALIGNMENT
 
@@ -89,140 +87,6 @@ def _absorb_error() -> None:
         _log.debug("an error of an earlier CUDA call was taken back")
 
 
-class CudaTicket:
-    """Stands for the compute that was on the stream when it was made."""
-
-    __slots__ = ("event",)
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self.event = event
-
-    def done(self) -> bool:
-        """Whether that compute has finished; never blocks."""
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
-
-
-_Waiting = tuple[torch.cuda.Event, Callable[[Exception | None], None]]
-
-
-def _awaited(event: torch.cuda.Event) -> Exception | None:
-    """Sleep until the event; the error that the GPU reported, if it did."""
-    try:
-        event.synchronize()
-    except RuntimeError as failure:
-        return DeviceError(f"the GPU reported an error: {failure}")
-    return None
-
-
-class _Waiter:
-    """One thread that sleeps on events in the order given and reports on the loop's thread."""
-
-    def __init__(self, name: str, device: torch.device) -> None:
-        self._name, self._device = name, device
-        self._work: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._finished: list[tuple[Callable[[Exception | None], None], Exception | None]] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def add(self, event: torch.cuda.Event, done: Callable[[Exception | None], None]) -> None:
-        """Call `done(error | None)` on the running loop's thread after `event`."""
-        self._loop = asyncio.get_running_loop()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name)
-            self._thread.start()
-        self._work.put((event, done))
-
-    def _run(self) -> None:
-        torch.cuda.set_device(self._device)
-        while (work := self._work.get()) is not None:
-            event, done = work
-            self.report(done, _awaited(event))
-            del work, event, done
-
-    def report(self, done: Callable[[Exception | None], None], error: Exception | None) -> None:
-        """Have `done` called on the loop's thread, with others of the same moment."""
-        with self._lock:
-            self._finished.append((done, error))
-            first = len(self._finished) == 1
-        loop = self._loop
-        if first and loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._drain)
-
-    def _drain(self) -> None:
-        with self._lock:
-            finished, self._finished = self._finished, []
-        for done, error in finished:
-            done(error)
-
-    def close(self) -> None:
-        """End the thread after the events it has."""
-        if self._thread is not None:
-            self._work.put(None)
-            self._thread.join()
-            self._thread = None
-
-
-_Upload = tuple[Sequence[Copy], CopyDone]
-
-
-class _Copier(_Waiter):
-    """A waiter that enqueues copies itself: all it has, before it sleeps on the oldest.
-
-    Args:
-        enqueue: starts copies and returns the event after them; called on this thread.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        device: torch.device,
-        enqueue: Callable[[Sequence[Copy]], torch.cuda.Event],
-    ) -> None:
-        super().__init__(name, device)
-        self._enqueue = enqueue
-        self._uploads: queue.SimpleQueue[_Upload | None] = queue.SimpleQueue()
-
-    def copy(self, copies: Sequence[Copy], done: CopyDone) -> None:
-        """Call `done(error | None)` on the running loop's thread after the copies."""
-        self._loop = asyncio.get_running_loop()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name)
-            self._thread.start()
-        self._uploads.put((copies, done))
-
-    def _run(self) -> None:
-        torch.cuda.set_device(self._device)
-        under_way: deque[_Waiting] = deque()
-        goes_on = True
-        while goes_on or under_way:
-            while goes_on and not (under_way and self._uploads.empty()):
-                upload = self._uploads.get()
-                if upload is None:
-                    goes_on = False
-                else:
-                    self._begin(upload, under_way)
-                del upload  # no reference to the arena while waiting
-            if under_way:
-                event, done = under_way.popleft()
-                self.report(done, _awaited(event))
-                del event, done
-
-    def _begin(self, upload: _Upload, under_way: deque[_Waiting]) -> None:
-        copies, done = upload
-        try:
-            under_way.append((self._enqueue(copies), done))
-        except RuntimeError as failure:
-            self.report(done, DeviceError(f"a copy to the GPU failed: {failure}"))
-
-    def close(self) -> None:
-        """End the thread after the copies it has."""
-        if self._thread is not None:
-            self._uploads.put(None)
-            self._thread.join()
-            self._thread = None
-
-
 class CudaDevice:
     """One NVIDIA GPU.
 
@@ -251,9 +115,9 @@ class CudaDevice:
         self._reserve_bytes = reserve_bytes
         self._ops: Ops | None = None
         self._closed = False
-        self._copies = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._copy_thread = _Copier("aprefetch-uploads", self.torch_device, self._enqueue)
-        self._compute_waiter = _Waiter("aprefetch-compute-waiter", self.torch_device)
+        self._copies = CopyStream(self.torch_device)
+        self._copy_watch = Watch("aprefetch-copy-watch", self.torch_device)
+        self._compute_watch = Watch("aprefetch-compute-watch", self.torch_device)
         self._copier: ThreadPoolExecutor | None = None
         self._compute: ThreadPoolExecutor | None = None
         self._pageable: list[tuple[int, int]] = []
@@ -313,15 +177,45 @@ class CudaDevice:
         if self._pageable and any(self._is_pageable(src) for _, src in copies):
             self._copy_pageable(copies, done)
             return
-        self._copy_thread.copy(copies, done)
+        try:
+            event = self._enqueue(copies)
+        except RuntimeError as failure:
+            error = DeviceError(f"a copy to the GPU failed: {failure}")
+            asyncio.get_running_loop().call_soon(done, error)
+            return
+        self._copy_watch.add(event, lambda: done(None))
+        self._copy_watch.expedite()
 
     def _enqueue(self, copies: Sequence[Copy]) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._copies):
+        event = new_event()
+        with torch.cuda.stream(self._copies.stream):
             for dst, src in copies:
                 dst.copy_(src, non_blocking=True)
-            event.record(self._copies)
+            event.record(self._copies.stream)
         return event
+
+    @property
+    def orders_copies(self) -> bool:
+        """Only copies from pinned memory are."""
+        return not self._pageable
+
+    def enqueue_copies(self, copies: Sequence[AddressedCopy]) -> CudaTicket:
+        """See `OrdersCopies`; sources must be pinned."""
+        if self._closed:
+            raise RuntimeClosedError("the device was closed")
+        return self._copies.enqueue(copies)
+
+    def follow(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, CudaTicket)
+        torch.cuda.current_stream(self.torch_device).wait_event(ticket.event)
+
+    def poll(self) -> None:
+        self._copy_watch.poll()
+        self._compute_watch.poll()
+
+    def expedite(self) -> None:
+        self._copy_watch.expedite()
+        self._compute_watch.expedite()
 
     def _is_pageable(self, source: Tensor) -> bool:
         at = source.data_ptr()
@@ -347,7 +241,7 @@ class CudaDevice:
     # Compute
 
     def record(self) -> CudaTicket:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = new_event()
         event.record()
         return CudaTicket(event)
 
@@ -355,7 +249,9 @@ class CudaDevice:
         if not isinstance(ticket, CudaTicket) or ticket.done():
             asyncio.get_running_loop().call_soon(callback)
         else:
-            self._compute_waiter.add(ticket.event, lambda _: callback())
+            (self._copy_watch if ticket.is_copy else self._compute_watch).add(
+                ticket.event, callback
+            )
 
     async def wait(self, ticket: Ticket) -> None:
         for _ in range(_POLLS_BEFORE_SLEEP):  # short waits are not worth a trip to a thread
@@ -369,6 +265,7 @@ class CudaDevice:
                 arrived.set_result(None)
 
         self.when_done(ticket, finish)
+        self._compute_watch.expedite()
         await arrived
 
     async def fetch(self, tensor: Tensor) -> Tensor:
@@ -404,6 +301,6 @@ class CudaDevice:
         for pool in (self._copier, self._compute):
             if pool is not None:
                 pool.shutdown(wait=True)
-        self._copy_thread.close()
-        self._compute_waiter.close()
+        self._copy_watch.close()
+        self._compute_watch.close()
         torch.cuda.synchronize(self.torch_device)

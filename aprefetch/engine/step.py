@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from aprefetch.device.base import Device
+from aprefetch.device.base import Device, OrdersCopies
 from aprefetch.engine.segments import SegmentCosts
 from aprefetch.errors import AprefetchError, DeviceError
 from aprefetch.models.base import Chunk, Model
@@ -96,6 +96,7 @@ class StepRunner:
         self._tracer = tracer
         self._recorder = recorder
         self._settled = settled
+        self._ordered = device if isinstance(device, OrdersCopies) else None
         info = model.info
         self._costs = SegmentCosts(info)
         self._announced: dict[int, set[int]] = {layer: set() for layer in info.token_routed_layers}
@@ -156,9 +157,13 @@ class StepRunner:
                 assert demand is not None
                 if self._recorder is not None:
                     self._recorder.times(shared_ns=time.perf_counter_ns() - segment_ns)
+                leases: list[Lease] = []
                 if call.guesses_ahead and not self._settled:
-                    await self._run(call, demand, demand.take())  # hits need not wait for guesses
+                    # Hits need not wait for guesses. What follows a copy comes after them.
+                    hits, leases = _by_copies(demand.take())
+                    await self._run(call, demand, hits)
                 await self._guess(call)
+                await self._run(call, demand, leases)
                 await self._finish(call, demand)
                 for expert, error in demand.failed.items():
                     for row in call.fail(expert):
@@ -267,6 +272,8 @@ class StepRunner:
         """Let the loop turn until the call's expert ids have come from the device."""
         until_ns = time.perf_counter_ns() + _ARRIVAL_PATIENCE_NS
         while not call.arrived():
+            if self._ordered is not None:
+                self._ordered.poll()
             if time.perf_counter_ns() > until_ns:
                 raise DeviceError(f"layer {call.layer}: no expert ids have come from the device")
             await asyncio.sleep(0)
@@ -284,6 +291,10 @@ class StepRunner:
         arena = self._coordinator.arena
         cost = call.cost // max(1, len(call.experts))
         start_ns = time.perf_counter_ns()
+        if self._ordered is not None:
+            for lease in leases:
+                if lease.copy is not None:
+                    self._ordered.follow(lease.copy)
         await self._compute(cost * len(leases), lambda: call.run(arena, leases))
         end_ns = time.perf_counter_ns()
         self._spans.append((call.layer, "experts", start_ns, end_ns))
@@ -326,6 +337,12 @@ class StepRunner:
             await asyncio.sleep(0)
             self._yielded_ns = time.perf_counter_ns()
         return fn()
+
+
+def _by_copies(leases: list[Lease]) -> tuple[list[Lease], list[Lease]]:
+    """Those that compute can use at once, and those that it has to follow a copy for."""
+    at_once = [lease for lease in leases if lease.copy is None]
+    return at_once, [lease for lease in leases if lease.copy is not None]
 
 
 def _advance(

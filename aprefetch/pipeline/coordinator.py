@@ -141,6 +141,8 @@ class Coordinator(Movement):
             RuntimeStateError: no such layer or expert.
         """
         lane = self._lane(layer)
+        if self._ordered is not None:
+            self._ordered.poll()
         self._sequence += 1
         demand = Demand(self, lane, self._sequence)
         if experts and not 0 <= experts[0] <= experts[-1] < lane.n_experts:
@@ -159,7 +161,13 @@ class Coordinator(Movement):
                 self._confirm(entry)
             slot = entry.device
             if slot is None or slot.state is _UPLOADING:
-                self._miss(demand, entry)
+                if slot is None or slot.copy is None:
+                    self._miss(demand, entry)
+                else:  # compute can follow the copy
+                    lane.landing.policy.touch(entry.item)
+                    self._counters.hits_ram += 1
+                    slot.pins += 1
+                    demand.ready.append(entry)
                 continue
             n_hits += 1
             if slot.pins:
@@ -231,7 +239,7 @@ class Coordinator(Movement):
         pool = None
         for slot in slots:
             slot.pins -= 1
-            if not slot.pins:
+            if not slot.pins and slot.state is not _UPLOADING:
                 entry = slot.entry
                 assert entry is not None
                 pool = entry.lane.device
@@ -402,6 +410,8 @@ class Coordinator(Movement):
                     self._reader.cancel(entry.job)
             self._idle = asyncio.get_running_loop().create_future()
             self._note_idle()
+            if self._ordered is not None:
+                self._ordered.expedite()
         assert self._idle is not None
         await asyncio.shield(self._idle)
         self._arena = None

@@ -24,7 +24,7 @@ from aprefetch.pipeline.objects import Entry, ObjectRead, Stage, WantQueue, Wish
 from aprefetch.pipeline.reader import Priority, Reader, ReadJob
 from aprefetch.pipeline.slots import Slot, SlotState, move
 from aprefetch.pipeline.tiers import Tiers
-from aprefetch.pipeline.uploader import Uploader
+from aprefetch.pipeline.uploader import Uploader, ordered_copies
 from aprefetch.stats import Counters
 from aprefetch.storage.experts import ChecksObjects, ExpertSource
 from aprefetch.trace import Kind, Tracer
@@ -70,6 +70,7 @@ class Movement:
         self._uploader: Uploader | None = Uploader(
             experts, device, self._host.tensor, self._arena, counters, tracer
         )
+        self._ordered = ordered_copies(device)
         self._n_moving = 0  # reads, uploads and releases that have yet to report
         self._is_pumping = False
         self._open: dict[Demand, None] = {}  # demands that lack an object
@@ -159,8 +160,14 @@ class Movement:
                 for pool in self._tiers.device_pools:
                     if pool.wanted:
                         goes_on |= self._feed_device(pool)
+            if self._ordered is not None and self._open and self._is_short_of_room():
+                self._ordered.expedite()
         finally:
             self._is_pumping = False
+
+    def _is_short_of_room(self) -> bool:
+        """Whether some object waits for a slot, and so for work that has to report its end."""
+        return any(pool.wanted for pool in (*self._tiers.landing_pools, *self._tiers.device_pools))
 
     def _feed_landing(self, pool: Pool) -> bool:
         """Begin reads for those whose turn it is; whether another pool's queue has grown."""
@@ -358,13 +365,16 @@ class Movement:
         self._n_moving += 1
         kind: Kind = "demand" if entry.waiters else "exact" if entry.wish is Wish.EXACT else "guess"
         assert self._uploader is not None
-        self._uploader.start(entry, kind, self._uploaded)
+        slot.copy = self._uploader.start(entry, kind, self._uploaded)
+        if slot.copy is not None and entry.waiters:
+            self._grant(entry, slot)  # their compute follows the copy
 
     def _uploaded(self, entry: Entry, error: Exception | None) -> None:
         """The object is on the device, or the copy failed."""
         lane, slot, copy = entry.lane, entry.device, entry.landing
         assert slot is not None and copy is not None
         self._n_moving -= 1
+        slot.copy = None
         entry.stage = Stage.IDLE
         lane.landing.n_unavailable -= 1
         lane.landing.guesses.pop(entry, None)
@@ -381,6 +391,9 @@ class Movement:
             move(slot, _RESIDENT)
             move(slot, _LEASED)
             self._grant(entry, slot)
+        elif slot.pins:  # leased while it was being copied
+            move(slot, _RESIDENT)
+            move(slot, _LEASED)
         else:
             move(slot, _RESIDENT)
             lane.device.n_unavailable -= 1
@@ -408,6 +421,8 @@ class Movement:
     async def settled(self) -> None:
         """Wait until no read, upload or release is under way. For runs that must repeat exactly."""
         while self._n_moving and not self.is_closed:
+            if self._ordered is not None:
+                self._ordered.expedite()
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._settling.append(waiter)
             await waiter

@@ -6,6 +6,7 @@ Only the coordinator changes states, and only through `move`, which checks the e
 
 A landing slot goes FREE, READING, READY, UPLOADING and stays RESIDENT as the RAM tier's copy (or
 goes back to FREE where that tier is off); a device slot goes FREE, UPLOADING, RESIDENT <-> LEASED.
+Where the device orders compute behind copies, a slot is leased while UPLOADING already.
 FAILED: the read ended with an error, nothing was published. DRAINING: nobody wants the read any
 more, but it may still write; the slot is not reused before it has landed.
 """
@@ -19,6 +20,7 @@ from aprefetch.errors import RuntimeStateError
 from aprefetch.types import ExpertKey
 
 if TYPE_CHECKING:
+    from aprefetch.device.base import Ticket
     from aprefetch.pipeline.objects import Entry
 
 __all__ = ["Lease", "Slot", "SlotState", "move"]
@@ -53,7 +55,7 @@ _EDGES: dict[SlotState, frozenset[SlotState]] = {
 class Slot:
     """Room for one object in an arena: `n_bytes` from byte `offset`."""
 
-    __slots__ = ("entry", "n_bytes", "offset", "pins", "state")
+    __slots__ = ("copy", "entry", "n_bytes", "offset", "pins", "state")
 
     def __init__(self, offset: int, n_bytes: int) -> None:
         self.offset = offset
@@ -61,6 +63,7 @@ class Slot:
         self.state = SlotState.FREE
         self.entry: Entry | None = None  # whose bytes these are, or are to be
         self.pins = 0  # leases out or promised; device slots only
+        self.copy: Ticket | None = None  # an ordered copy into it that was not seen to end
 
 
 def move(slot: Slot, state: SlotState) -> None:
@@ -89,6 +92,11 @@ class Lease:
         if self._slot is None:
             raise RuntimeStateError(f"the lease of expert {tuple(self.key)} was released")
         return self._slot.offset
+
+    @property
+    def copy(self) -> Ticket | None:
+        """The copy that compute on this object has to follow, if one is under way."""
+        return None if self._slot is None else self._slot.copy
 
     @property
     def is_live(self) -> bool:

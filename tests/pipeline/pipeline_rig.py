@@ -105,7 +105,8 @@ class Rig:
                     ahead = entry in pool.guesses or entry in pool.exact
                     unavailable += not admitted and (not ahead or entry.stage != 0)
                     assert not (admitted and slot.pins)
-                    assert (slot.state is SlotState.LEASED) == (slot.pins > 0)
+                    in_use_early = slot.copy is not None and slot.state is SlotState.UPLOADING
+                    assert in_use_early or (slot.state is SlotState.LEASED) == (slot.pins > 0)
                     if idle:
                         assert slot.state is SlotState.RESIDENT or ahead
                 assert unavailable == pool.n_unavailable
