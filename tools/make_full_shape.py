@@ -27,6 +27,7 @@ __all__ = ["flash_config", "write_full_shape"]
 _POOL_BYTES = 1 << 24
 _ALIGNMENT = 32
 _WRITERS = 4
+_ROUTER_BIAS_STD = 0.05
 
 
 def flash_config(
@@ -76,6 +77,11 @@ class _Plan(_Model):
         if _is_brain(name):
             kind = GGMLQuantizationType.BF16
         self.tensors.append((name, shape, kind))
+
+    def vector(self, name: str, *shape: int, mean: float = 0.0, std: float = 0.1) -> None:
+        # A trained router's bias evens the load out; a large random one makes all tokens pick alike.
+        std = _ROUTER_BIAS_STD if name.endswith("exp_probs_b.bias") else std
+        super().vector(name, *shape, mean=mean, std=std)
 
     def raw(self, name: str, values: np.ndarray, kind: GGMLQuantizationType) -> None:
         self.values[name] = values
