@@ -24,10 +24,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton
 from torch import Tensor
 
 from aprefetch.errors import DeviceError
 from aprefetch.kernels.triton import matvec
+from aprefetch.kernels.triton.guess import guess_kernel
 from aprefetch.kernels.triton.ops import TritonOps
 from aprefetch.models.deepseek_v4_args import N_STREAMS
 from aprefetch.models.deepseek_v4_attention import Attention, DeepseekV4State, _Compressor
@@ -45,6 +47,8 @@ _log = logging.getLogger(__name__)
 _FIRST_CAPACITY_TOKENS = 2048
 _TABLES = 4096  # waves of experts that may be on their way; each layer waits for the GPU once
 _PATIENCE_S = 30.0
+_GUESSES_OF_TOP_K = 2
+_DRIFT_WEIGHT = 1 / 16  # of the newest token
 
 
 @dataclass
@@ -106,7 +110,7 @@ class DecodeCall(RoutedCall):
         return np.array([self.experts], np.int32)
 
     def guess_next(self) -> list[int]:
-        """What the next layer's router would pick on this layer's streams; may be empty.
+        """What the next layer's router would rank highest now, best first; may be empty.
 
         Known a moment after `experts`; what has not arrived is not waited for.
         """
@@ -146,14 +150,20 @@ class GraphDecoder:
             whole(3), whole(1), whole(1), whole(1),
         )  # fmt: skip
         self._host_inputs = torch.zeros(3, dtype=torch.int64).pin_memory()
-        self._mail = torch.zeros(2, n, self.top_k, dtype=torch.int64).pin_memory()
+        self._n_guesses = min(_GUESSES_OF_TOP_K * self.top_k, args.n_experts)
+        self._mail = torch.zeros(2, n, self._n_guesses, dtype=torch.int64).pin_memory()
+        self._n_words = (self.top_k, self._n_guesses)
         self._mail_view: npt.NDArray[np.int64] = self._mail.numpy()
         self.entry, self.middle = ops.new(1, N_STREAMS, d), ops.new(1, N_STREAMS, d)
         self.v, self.shared = ops.new(1, d), ops.new(1, d)
         self._post, self._comb = ops.new(1, N_STREAMS), ops.new(1, N_STREAMS, N_STREAMS)
         self._ids, self._weights = ops.new(1, self.top_k, dtype=torch.int32), ops.new(1, self.top_k)
-        self._other_ids = ops.new(1, self.top_k, dtype=torch.int32)
-        self._other_weights = ops.new(1, self.top_k)
+        # What early routers predicted in this step, and what predictions are short of on average.
+        self._predicted, self._drift = (
+            ops.new(n, args.n_experts),
+            ops.new(n, args.n_experts).zero_(),
+        )
+        self._no_bias = ops.new(args.n_experts).zero_()
         self.parts = ops.new(self.top_k, d)
         self._hidden = ops.new(self.top_k, args.expert_width)
         self._logits = ops.new(1, args.vocab_size)
@@ -342,11 +352,11 @@ class GraphDecoder:
         return self._letter(0, layer, stamp)
 
     def guess(self, layer: int, stamp: int) -> list[int] | None:
-        """The ids that the next layer's router would pick, or None."""
+        """The ids that the next layer's router would rank highest, best first, or None."""
         return self._letter(1, layer, stamp)
 
     def _letter(self, box: int, layer: int, stamp: int) -> list[int] | None:
-        letter: list[int] = self._mail_view[box, layer].tolist()
+        letter: list[int] = self._mail_view[box, layer, : self._n_words[box]].tolist()
         if any(word >> 32 != stamp for word in letter):
             return None
         return [word & 0xFFFFFFFF for word in letter]
@@ -446,6 +456,7 @@ class GraphDecoder:
                 if now is not None and was is not None:
                     now.copy_(was)
         self._graphs[indexed] = graphs
+        self._drift.zero_()  # the runs before capturing have seen nothing real
         return graphs
 
     def _begin(self) -> None:
@@ -478,21 +489,42 @@ class GraphDecoder:
         y = self._attention(i, block.attention, u, indexed)
         ops.hc_leave_into(y, self.entry, post, comb, self.middle)
         block.hc_ffn.enter_into(ops, self.middle, self.v, self._post, self._comb)
-        self._route(i, i, self.v, self._ids, self._weights, 0)
-        if i + 1 < self.model.args.n_layers and self._tables[i + 1] is None:
-            early = self.model.blocks[i + 1].hc_ffn.route_input(ops, self.middle)
-            self._route(i, i + 1, early, self._other_ids, self._other_weights, 1)
+        self._guess(i, self._route(i))
         ops.linear_into(block.ffn.shared_hidden(ops, self.v), block.ffn.shared_down, self.shared)
 
-    def _route(
-        self, layer: int, target: int, v: Tensor, ids: Tensor, weights: Tensor, box: int
-    ) -> None:
-        args, ffn, table = self.model.args, self.model.blocks[target].ffn, self._tables[target]
+    def _route(self, i: int) -> Tensor:
+        """Send the layer's experts to the host; the router's scores."""
+        args, ffn, table = self.model.args, self.model.blocks[i].ffn, self._tables[i]
         chosen = None if table is None else table.index_select(0, self._token)
+        scores = self.ops.linear(self.v, ffn.router)
         self.ops.route_into(
-            self.ops.linear(v, ffn.router), ffn.bias, chosen, args.normalise_weights,
-            args.routed_scale, ids, weights, self._mail[box, layer], self._stamp, True,
+            scores, ffn.bias, chosen, args.normalise_weights, args.routed_scale,
+            self._ids, self._weights, self._mail[0, i], self._stamp, True,
         )  # fmt: skip
+        return scores
+
+    def _guess(self, i: int, scores: Tensor) -> None:
+        """Learn from the layer's scores what guesses fall short of; send those for the next."""
+        args, blocks = self.model.args, self.model.blocks
+        learns = i > 0 and self._tables[i] is None
+        guesses = i + 1 < args.n_layers and self._tables[i + 1] is None
+        early = scores
+        if guesses:
+            after = blocks[i + 1]
+            early = self.ops.linear(
+                after.hc_ffn.route_input(self.ops, self.middle), after.ffn.router
+            )
+        if learns or guesses:
+            bias, next_bias = (
+                self._no_bias if b.ffn.bias is None else b.ffn.bias
+                for b in (blocks[i], blocks[min(i + 1, args.n_layers - 1)])
+            )
+            guess_kernel[(1,)](
+                scores, bias, early, next_bias, self._predicted, self._drift, self._mail[1, i],
+                self._stamp, args.n_experts, i, _DRIFT_WEIGHT,
+                LEARN=learns, GUESS=guesses, M=self._n_guesses,
+                B=triton.next_power_of_2(args.n_experts), num_warps=1,
+            )  # fmt: skip
 
     def _head(self) -> None:
         self._leave()

@@ -202,6 +202,15 @@ def hc_leave_kernel(
 
 
 @triton.jit
+def affinity(z):
+    """sqrt(softplus(z)): what the router ranks and weighs by."""
+    e = tl.exp(tl.minimum(z, 20.0))
+    u = 1.0 + e  # log1p(e), exact also where adding 1 rounds e away
+    soft = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
+    return tl.sqrt_rn(tl.where(z > 20.0, z, soft))
+
+
+@triton.jit
 def route_kernel(
     scores_ptr, bias_ptr, chosen_ptr, ids_ptr, weights_ptr, mail_ptr, counter_ptr, E, scale,
     smallest,
@@ -217,17 +226,13 @@ def route_kernel(
     i = tl.arange(0, B)
     k = tl.arange(0, KB)
     z = tl.load(scores_ptr + t * E + i, mask=i < E, other=0.0)
-    e = tl.exp(tl.minimum(z, 20.0))
-    u = 1.0 + e  # log1p(e), exact also where adding 1 rounds e away
-    soft = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
-    soft = tl.where(z > 20.0, z, soft)
-    affinity = tl.sqrt_rn(soft)
+    affinities = affinity(z)
     picked = i < 0
     if GIVEN:
         for n in tl.static_range(K):
             picked = picked | (i == tl.load(chosen_ptr + t * K + n))
     else:
-        ranked = affinity
+        ranked = affinities
         if BIASED:
             ranked += tl.load(bias_ptr + i, mask=i < E, other=0.0)
         left = tl.where(i < E, ranked, float("-inf"))
@@ -239,7 +244,7 @@ def route_kernel(
     place = tl.cumsum(picked.to(tl.int32), axis=0) - 1
     ids = tl.sum(tl.where(picked[None, :] & (place[None, :] == k[:, None]), i[None, :], 0), axis=1)
     weight = tl.sum(
-        tl.where(picked[None, :] & (place[None, :] == k[:, None]), affinity[None, :], 0.0), axis=1
+        tl.where(picked[None, :] & (place[None, :] == k[:, None]), affinities[None, :], 0.0), axis=1
     )
     if NORMALISE:
         weight = weight / tl.maximum(tl.sum(weight, axis=0), smallest)
