@@ -48,6 +48,7 @@ Size = int | str
 CachePolicy = Literal["layered", "lfu", "lru"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KernelsName = Literal["auto", "fast", "reference"]
+ReaderBackend = Literal["auto", "threads", "io_uring"]
 
 _UNITS = {
     "": 1,
@@ -188,6 +189,8 @@ class ReaderConfig:
         slice_bytes: Cut longer reads into pieces of this size; None reads each whole.
         alignment: Bytes, a power of two from 512; None asks the file system.
         retries: How often a read that failed for a passing reason is tried again, 0 to 100.
+        backend: "threads" of ours, or the kernel's workers through "io_uring"; "auto" takes
+            io_uring where the kernel allows it.
     """
 
     queue_depth: int = 8
@@ -195,9 +198,11 @@ class ReaderConfig:
     slice_bytes: Size | None = None
     alignment: Size | None = None
     retries: int = 2
+    backend: ReaderBackend = "auto"
 
     def __post_init__(self) -> None:
         checks = _Checks()
+        checks.one_of("backend", self.backend, get_args(ReaderBackend))
         checks.whole("queue_depth", self.queue_depth, 1, 64)
         checks.flag("strict_direct", self.strict_direct)
         checks.whole("retries", self.retries, 0, 100)
@@ -521,6 +526,7 @@ _OPTIONS: dict[str, _Option] = {
     "slice_bytes": _Option("reader", "slice_bytes", *_TEXT),
     "alignment": _Option("reader", "alignment", *_TEXT),
     "retries": _Option("reader", "retries", *_WHOLE),
+    "reader_backend": _Option("reader", "backend", *_TEXT),
     "experts": _Option("pack", "mode", *_TEXT),
     "pack_folders": _Option("pack", "folders", _parse_paths, "folders"),
     "verify": _Option("pack", "verify", *_TEXT),

@@ -230,6 +230,7 @@ class Runtime:
             self._recorder = RoutingRecorder(routing_facts(examined, self.model_info))
         reader = make_reader(
             examined.experts.paths,
+            backend=config.reader.backend,
             counters=self._counters,
             queue_depth=config.reader.queue_depth,
             strict_direct=config.reader.strict_direct,

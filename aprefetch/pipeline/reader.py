@@ -1,36 +1,29 @@
 """Stage 2: bytes from files into landing slots, by priority, many at a time.
 
-A job is all reads of one object. Its reads are queued one by one in one heap for all files, so the
-queue depth is spent across objects; a few long-lived threads take the most urgent read, and a job
-is done when its last read has landed. The reader owns the descriptors, the queue and the threads;
-it never looks at what the bytes mean.
-
-Invariants: `job.done` is called exactly once, on the loop's thread, never from inside `submit`,
-`promote` or `cancel`, and only when nothing writes into the job's buffer any more. At most
-`queue_depth` reads are in flight. Counters are written on the loop's thread only.
+A `Reader` takes jobs and never looks at what their bytes mean. Two backends do the same with
+different means: `ThreadReader` blocks threads of ours in positional reads, `RingReader` leaves the
+reads to the kernel through io_uring and needs no thread. `io/jobs.py` has what they share, and what
+must hold; `make_reader` chooses.
 """
 
 from __future__ import annotations
 
-import asyncio
-import heapq
-import threading
-import time
-import traceback
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
-from aprefetch.errors import AprefetchError, ConfigError, RuntimeClosedError
-from aprefetch.pipeline.io.threads import Files, PosixFiles
-from aprefetch.pipeline.io.transfer import LARGEST_TRANSFER_BYTES, OpenFile, Tally
-from aprefetch.stats import Counters
-from aprefetch.types import ALIGNMENT, AlignedRead, ExpertKey, align_up
+from aprefetch.errors import ConfigError
+from aprefetch.pipeline.io.jobs import (
+    JobQueue,
+    Priority,
+    ReadCancelled,
+    ReaderStatistics,
+    ReadJob,
+)
+from aprefetch.pipeline.io.ring_reader import RingReader
+from aprefetch.pipeline.io.thread_reader import ThreadReader
+from aprefetch.pipeline.io.uring import RingRefused
 
 __all__ = [
     "Priority",
@@ -38,103 +31,16 @@ __all__ = [
     "ReadJob",
     "Reader",
     "ReaderStatistics",
+    "RingReader",
     "ThreadReader",
     "make_reader",
 ]
 
+_log = logging.getLogger(__name__)
+_said: set[str] = set()  # refusals that were logged
 
-class Priority(IntEnum):
-    """Who waits for a read; the lower goes first."""
-
-    DEMAND = 0  # a layer waits for it now
-    EXACT = 1  # a layer will certainly want it (routed by token id)
-    GUESS = 2  # a layer may want it
-
-
-class ReadCancelled(AprefetchError):
-    """Given to `done` of a job that was cancelled; never seen by users."""
-
-
-class ReadJob:
-    """All reads of one object, and where they land.
-
-    Args:
-        key: Names the object in errors; None for other bytes.
-        reads: Where to read; `landing_offset` counts from the start of `buffer`.
-        buffer: Writable, aligned in memory, at least up to the end of the last read. The reader
-            writes to it from `submit` until `done`.
-        done: Called with the job and the error, None if every byte is there.
-    """
-
-    __slots__ = (
-        "_error",
-        "_first_loss",
-        "_n_open",
-        "_parts",
-        "_state",
-        "buffer",
-        "done",
-        "end_ns",
-        "key",
-        "priority",
-        "reads",
-        "start_ns",
-        "submit_ns",
-    )
-
-    def __init__(
-        self,
-        key: ExpertKey | None,
-        reads: Sequence[AlignedRead],
-        buffer: memoryview,
-        priority: Priority,
-        done: Callable[[ReadJob, BaseException | None], None],
-    ) -> None:
-        self.key = key
-        self.reads = tuple(reads)
-        self.buffer = buffer
-        self.priority = priority
-        self.done = done
-        self.submit_ns = 0
-        self.start_ns = 0  # first read began; 0 if none did
-        self.end_ns = 0  # last read landed
-        self._parts: list[_Part] = []
-        self._n_open = 0  # parts that are queued or in flight
-        self._error: BaseException | None = None
-        self._state = _NEW
-
-
-_NEW, _OPEN, _DONE = 0, 1, 2
-_QUEUED, _IN_FLIGHT, _OVER = 0, 1, 2
-
-
-class _Part:
-    """One read of a job, or one slice of it."""
-
-    __slots__ = ("file", "job", "needed", "offset", "state", "view")
-
-    def __init__(
-        self, job: ReadJob, file: OpenFile, view: memoryview, offset: int, needed: int
-    ) -> None:
-        self.job = job
-        self.file = file
-        self.view = view
-        self.offset = offset
-        self.needed = needed
-        self.state = _QUEUED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderStatistics:
-    """A snapshot of the reader."""
-
-    queue_depth: int
-    queued: int  # reads waiting for their turn
-    in_flight: int
-    max_in_flight: int
-    open_jobs: int  # submitted, `done` not yet called
-    n_files: int
-    n_direct: int  # files that are read past the page cache
+AUTO: tuple[str, ...] = ("io_uring", "threads")
+"""What "auto" tries, in this order."""
 
 
 class Reader(Protocol):
@@ -161,328 +67,29 @@ class Reader(Protocol):
         ...
 
 
-class ThreadReader:
-    """Positional direct reads on `queue_depth` threads. Make it on a running event loop.
+def make_reader(paths: Sequence[str | Path], *, backend: str = "auto", **options: Any) -> JobQueue:
+    """A reader of `paths`. Make it on a running event loop.
 
     Args:
-        paths: The files that `AlignedRead.file` counts; each is opened once, here.
-        counters: Written on the loop's thread.
-        queue_depth: Threads, and so the most reads in flight; 1 to 64.
-        slice_bytes: Cut longer reads into pieces of this size (rounded up to the alignment).
-        alignment: Bytes; offsets, lengths and addresses are multiples of it.
-        strict_direct, retries, backoff_s: See `OpenFile`.
-        files: The system calls.
+        backend: "threads", "io_uring", or "auto": io_uring where the kernel allows it. Another
+            choice by "auto" is no loss of bytes or speed worth counting: it is logged, once.
+        options: For every backend, see `JobQueue`.
 
     Raises:
+        ConfigError: io_uring was asked for and cannot be had.
         ReadError: A file cannot be opened.
-        ConfigError: The alignment is no power of two.
     """
-
-    def __init__(
-        self,
-        paths: Sequence[str | Path],
-        *,
-        counters: Counters,
-        queue_depth: int = 8,
-        strict_direct: bool = False,
-        slice_bytes: int | None = None,
-        alignment: int | None = None,
-        retries: int = 2,
-        backoff_s: float = 0.002,
-        largest_transfer_bytes: int = LARGEST_TRANSFER_BYTES,
-        files: Files | None = None,
-    ) -> None:
-        self.queue_depth = queue_depth
-        self.alignment = alignment or ALIGNMENT
-        if self.alignment & (self.alignment - 1):
-            raise ConfigError(f"reader.alignment must be a power of two, got {self.alignment}")
-        self._slice_bytes = align_up(slice_bytes, self.alignment) if slice_bytes else None
-        self._counters = counters
-        self._loop = asyncio.get_running_loop()
-        self._files = self._open_all(
-            paths,
-            files or PosixFiles(),
-            strict_direct=strict_direct,
-            retries=retries,
-            backoff_s=backoff_s,
-            largest_transfer_bytes=largest_transfer_bytes,
-        )
-        counters.fallback_count += sum(file.fell_back for file in self._files)
-        self._wakeup = threading.Condition(threading.Lock())  # guards everything below
-        self._heap: list[tuple[int, int, _Part]] = []
-        self._sequence = 0
-        self._n_queued = 0  # live entries of the heap
-        self._n_in_flight = 0
-        self._max_in_flight = 0
-        self._finished: deque[ReadJob] = deque()
-        self._tally = Tally()
-        self._is_drain_due = False
-        self._is_closing = False
-        self._open_jobs: set[ReadJob] = set()  # loop's thread only
-        self._stopped: asyncio.Future[None] | None = None  # loop's thread only
-        self._n_workers = queue_depth
-        self._workers = [
-            threading.Thread(target=self._work, name=f"aprefetch-read-{i}", daemon=True)
-            for i in range(queue_depth)
-        ]
-        for worker in self._workers:
-            worker.start()
-
-    def _open_all(
-        self,
-        paths: Sequence[str | Path],
-        files: Files,
-        *,
-        strict_direct: bool,
-        retries: int,
-        backoff_s: float,
-        largest_transfer_bytes: int,
-    ) -> list[OpenFile]:
-        opened: list[OpenFile] = []
+    names = AUTO if backend == "auto" else (backend,)
+    if "io_uring" in names:
         try:
-            for path in paths:
-                opened.append(  # noqa: PERF401 - those opened before a failure must be closed
-                    OpenFile(
-                        path,
-                        files,
-                        alignment=self.alignment,
-                        strict_direct=strict_direct,
-                        retries=retries,
-                        backoff_s=backoff_s,
-                        largest_transfer_bytes=largest_transfer_bytes,
-                    )
-                )
-        except BaseException:
-            for file in opened:
-                file.close()
-            raise
-        return opened
-
-    # -- the loop's side --------------------------------------------------------------------
-
-    def submit(self, job: ReadJob) -> None:
-        """Queue the job's reads.
-
-        Raises:
-            RuntimeClosedError: After `aclose`.
-            ValueError: A read or the buffer is not aligned, or does not fit.
-        """
-        if self._is_closing:
-            raise RuntimeClosedError("the reader is closed")
-        if job._state != _NEW:
-            raise ValueError("a read job is submitted once")
-        parts = self._cut(job)
-        job.submit_ns = time.perf_counter_ns()
-        job._parts = parts
-        job._n_open = len(parts)
-        job._state = _OPEN
-        self._open_jobs.add(job)
-        with self._wakeup:
-            if not parts:
-                self._finish(job)
-                return
-            self._push(parts, job.priority)
-            self._n_queued += len(parts)
-            self._wakeup.notify(len(parts))
-
-    def promote(self, job: ReadJob, priority: Priority) -> None:
-        """Make what is still queued more urgent; nothing if it already is, or is over."""
-        if priority >= job.priority:
-            return
-        with self._wakeup:
-            job.priority = priority
-            if job._state == _OPEN:
-                self._push([part for part in job._parts if part.state == _QUEUED], priority)
-
-    def cancel(self, job: ReadJob) -> None:
-        """Drop what is queued. Reads in flight still land; then `done` gets `ReadCancelled`."""
-        with self._wakeup:
-            if job._state != _OPEN or job._n_open == 0:
-                return
-            self._fail(job, ReadCancelled("the read was cancelled"))
-            if job._n_open == 0:
-                self._finish(job)
-
-    def statistics(self) -> ReaderStatistics:
-        """A snapshot."""
-        with self._wakeup:
-            return ReaderStatistics(
-                queue_depth=self.queue_depth,
-                queued=self._n_queued,
-                in_flight=self._n_in_flight,
-                max_in_flight=self._max_in_flight,
-                open_jobs=len(self._open_jobs),
-                n_files=len(self._files),
-                n_direct=sum(file.is_direct for file in self._files),
-            )
-
-    async def aclose(self) -> None:
-        """Cancel what is queued, wait for what is in flight, close the files. Idempotent.
-
-        A caller who is cancelled stops waiting; the closing goes on.
-        """
-        if self._stopped is None:
-            self._stopped = self._loop.create_future()
-            for job in list(self._open_jobs):
-                self.cancel(job)
-            with self._wakeup:
-                self._is_closing = True
-                self._wakeup.notify_all()
-        await asyncio.shield(self._stopped)
-
-    def _cut(self, job: ReadJob) -> list[_Part]:
-        """The job's reads as parts. Alignment is checked here: kernels differ in what they take."""
-        mask = self.alignment - 1
-        buffer = job.buffer
-        bits = _address(buffer)
-        parts = []
-        for read in job.reads:
-            bits |= read.offset | read.length | read.landing_offset
-            end = read.landing_offset + read.length
-            if end > len(buffer) or not 0 < read.needed <= read.length:
-                raise ValueError(f"{read} does not fit into a buffer of {len(buffer)} bytes")
-            file = self._files[read.file]
-            step = self._slice_bytes or read.length
-            for start in range(0, read.needed, step):
-                at = read.landing_offset + start
-                view = buffer[at : min(at + step, end)]
-                needed = min(read.needed - start, len(view))
-                parts.append(_Part(job, file, view, read.offset + start, needed))
-        if bits & mask:
-            raise ValueError(f"job {job.key}: reads or buffer not aligned to {self.alignment}")
-        return parts
-
-    def _drain(self) -> None:
-        """Count what the threads did, and tell whose jobs are done."""
-        with self._wakeup:
-            finished = self._finished
-            self._finished = deque()
-            tally, self._tally = self._tally, Tally()
-            max_in_flight = self._max_in_flight
-            self._is_drain_due = False
-        counters = self._counters
-        counters.reads += tally.reads
-        counters.bytes_read += tally.bytes_read
-        counters.io_errors += tally.io_errors
-        counters.io_retries += tally.io_retries
-        counters.short_reads += tally.short_reads
-        counters.fallback_count += tally.fallbacks
-        counters.max_in_flight = max(counters.max_in_flight, max_in_flight)
-        for job in finished:
-            self._open_jobs.discard(job)
-            job._state = _DONE
-            try:
-                job.done(job, job._error)
-            except Exception as error:  # the others must hear of theirs all the same
-                context = {"message": f"done of read job {job.key} failed", "exception": error}
-                self._loop.call_exception_handler(context)
-
-    def _all_stopped(self) -> None:
-        for worker in self._workers:
-            worker.join()  # it has nothing left to do but return
-        self._drain()
-        for file in self._files:
-            file.close()
-        assert self._stopped is not None
-        self._stopped.set_result(None)
-
-    # -- under the lock ---------------------------------------------------------------------
-
-    def _push(self, parts: Sequence[_Part], priority: Priority) -> None:
-        for part in parts:
-            heapq.heappush(self._heap, (priority, self._sequence, part))
-            self._sequence += 1
-        # Promoted and cancelled reads leave dead entries behind; they hold on to buffers.
-        if len(self._heap) > 4 * (self._n_queued + len(parts)) + 64:
-            self._heap = [entry for entry in self._heap if entry[2].state == _QUEUED]
-            heapq.heapify(self._heap)
-
-    def _fail(self, job: ReadJob, error: BaseException) -> None:
-        """Note the first error and drop what is queued."""
-        if job._error is None:
-            job._error = error
-        for part in job._parts:
-            if part.state == _QUEUED:
-                part.state = _OVER
-                job._n_open -= 1
-                self._n_queued -= 1
-
-    def _finish(self, job: ReadJob) -> None:
-        job._parts = []
-        self._finished.append(job)
-        self._schedule_drain()
-
-    def _schedule_drain(self) -> None:
-        if not self._is_drain_due:
-            self._is_drain_due = True
-            self._call_loop(self._drain)
-
-    def _call_loop(self, callback: Callable[[], None]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:
-            if not self._loop.is_closed():
-                raise  # a closed loop has nobody left to tell
-
-    def _take(self) -> _Part | None:
-        """The most urgent read; waits for one. None: no more will come."""
-        while True:
-            while self._heap:
-                part = heapq.heappop(self._heap)[2]
-                if part.state == _QUEUED:
-                    part.state = _IN_FLIGHT
-                    self._n_queued -= 1
-                    self._n_in_flight += 1
-                    self._max_in_flight = max(self._max_in_flight, self._n_in_flight)
-                    return part
-            if self._is_closing:
-                return None
-            self._wakeup.wait()
-
-    def _land(self, part: _Part, error: BaseException | None, end_ns: int) -> None:
-        job = part.job
-        part.state = _OVER
-        self._n_in_flight -= 1
-        job._n_open -= 1
-        job.end_ns = end_ns
-        if error is not None:
-            self._fail(job, error)
-        if job._n_open == 0:
-            self._finish(job)
-
-    # -- the threads' side ------------------------------------------------------------------
-
-    def _work(self) -> None:
-        part: _Part | None = None
-        error: BaseException | None = None
-        tally = Tally()
-        while True:
-            with self._wakeup:
-                if part is not None:
-                    self._tally.add(tally)
-                    self._land(part, error, time.perf_counter_ns())
-                    part = error = None
-                part = self._take()
-                if part is None:
-                    self._n_workers -= 1
-                    if self._n_workers == 0:
-                        self._call_loop(self._all_stopped)
-                    return
-                if part.job.start_ns == 0:
-                    part.job.start_ns = time.perf_counter_ns()
-            tally = Tally()
-            try:
-                part.file.fetch(part.view, part.offset, part.needed, tally, part.job.key)
-            except BaseException as caught:  # whatever it is, the job must hear of it
-                traceback.clear_frames(caught.__traceback__)  # they hold views of the buffer
-                error = caught
-
-
-def _address(buffer: memoryview) -> int:
-    address: int = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
-    return address
-
-
-def make_reader(paths: Sequence[str | Path], **options: Any) -> Reader:
-    """The reader for a runtime; `options` as for `ThreadReader`. Make it on a running loop."""
+            return RingReader(paths, **options)
+        except RingRefused as error:
+            reason = error.strerror or str(error)
+            if "threads" not in names:
+                raise ConfigError(
+                    f"reader_backend='io_uring' cannot be had: {reason}; use 'auto' or 'threads'"
+                ) from error
+            if reason not in _said:
+                _said.add(reason)
+                _log.info("reading with threads: %s", reason)
     return ThreadReader(paths, **options)

@@ -1,4 +1,4 @@
-"""The system calls of the threaded reader, behind an object that wrappers can stand in for.
+"""The system calls of readers, behind an object that wrappers can stand in for.
 
 `PosixFiles` owns nothing: whoever opens a descriptor closes it. `preadv` releases the GIL, so
 blocking threads do not hold up the event loop.
@@ -6,12 +6,15 @@ blocking threads do not hold up the event loop.
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Sequence
+import struct
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-__all__ = ["FileStatus", "Files", "PosixFiles"]
+__all__ = ["FileStatus", "Files", "PosixFiles", "is_transparent", "quick_status"]
 
 
 class FileStatus(NamedTuple):
@@ -44,6 +47,8 @@ class Files(Protocol):
 class PosixFiles:
     """The real calls."""
 
+    is_transparent = True
+
     def open(self, path: Path, *, direct: bool) -> int:
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
         if direct:
@@ -59,3 +64,44 @@ class PosixFiles:
 
     def close(self, fd: int) -> None:
         os.close(fd)
+
+
+def is_transparent(files: Files) -> bool:
+    """Does a read of its descriptors by other means do the same as its `preadv`?"""
+    return bool(getattr(files, "is_transparent", False))
+
+
+_AT_EMPTY_PATH = 0x1000
+_SIZE_AND_MTIME = 0x200 | 0x40
+_STATUS_BYTES = 256
+_TIME = struct.Struct("<qI")
+
+
+def _find_statx() -> Callable[..., int] | None:
+    if sys.platform != "linux" or sys.byteorder != "little":
+        return None
+    try:
+        statx = ctypes.PyDLL(None).statx
+    except AttributeError:  # an old C library
+        return None
+    statx.argtypes = (
+        *(ctypes.c_int, ctypes.c_char_p, ctypes.c_int),
+        *(ctypes.c_uint, ctypes.c_void_p),
+    )
+    return statx
+
+
+_statx = _find_statx()
+
+
+def quick_status(fd: int) -> FileStatus | None:
+    """As `PosixFiles.fstat`, but keeps the interpreter's lock; None where that cannot be had.
+
+    Getting the lock back may take longer than the call.
+    """
+    status = ctypes.create_string_buffer(_STATUS_BYTES)
+    if _statx is None or _statx(fd, b"", _AT_EMPTY_PATH, _SIZE_AND_MTIME, status):
+        return None
+    raw = status.raw
+    seconds, nanoseconds = _TIME.unpack_from(raw, 112)
+    return FileStatus(int.from_bytes(raw[40:48], "little"), seconds * 1_000_000_000 + nanoseconds)

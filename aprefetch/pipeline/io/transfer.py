@@ -3,13 +3,15 @@
 An `OpenFile` owns the descriptors of one file: direct where the file system allows it, and a
 buffered one as soon as it is needed. `fetch` fills a buffer from it: continues short reads, retries
 what may pass, falls back where direct reads are refused, and notices a file that changed under us.
-It runs on reader threads, writes no counters, and reports what it did in a `Tally`.
+It runs on reader threads, writes no counters, and reports what it did in a `Tally`. A backend that
+reads by other means takes the descriptor, and leaves to `fetch` whatever did not come out well.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 import time
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from aprefetch.errors import ReadError
-from aprefetch.pipeline.io.threads import Files, FileStatus
+from aprefetch.pipeline.io.threads import Files, FileStatus, is_transparent, quick_status
 from aprefetch.types import ALIGNMENT, align_down
 
 __all__ = ["LARGEST_TRANSFER_BYTES", "OpenFile", "Tally"]
@@ -86,7 +88,8 @@ class OpenFile:
         self._strict = strict_direct
         self._retries = retries
         self._backoff_s = backoff_s
-        self._largest = max(alignment, align_down(largest_transfer_bytes, alignment))
+        self._is_transparent = is_transparent(files)
+        self.largest_bytes = max(alignment, align_down(largest_transfer_bytes, alignment))
         self._lock = threading.Lock()  # guards the descriptors
         self._buffered_fd: int | None = None
         self._direct_fd: int | None = None
@@ -101,6 +104,23 @@ class OpenFile:
     def is_direct(self) -> bool:
         """Do reads go past the page cache?"""
         return self._direct_fd is not None and not self.fell_back
+
+    @property
+    def descriptor(self) -> int | None:
+        """What reads go to at present; None if it must be opened first."""
+        return self._direct_fd if self.is_direct else self._buffered_fd
+
+    def is_unchanged(self) -> bool:
+        """Is it still the file that was opened? One short call, for the loop's thread."""
+        fd = self._direct_fd if self._direct_fd is not None else self._buffered_fd
+        if fd is None:
+            return False
+        if self._is_transparent and (status := quick_status(fd)) is not None:
+            return status == self._status
+        try:
+            return self._files.fstat(fd) == self._status
+        except OSError:
+            return False
 
     def _open(self) -> None:
         try:
@@ -166,15 +186,24 @@ class OpenFile:
             return self._buffered_fd
 
     def fetch(
-        self, view: memoryview, offset: int, needed: int, tally: Tally, key: Any = None
+        self,
+        view: memoryview,
+        offset: int,
+        needed: int,
+        tally: Tally,
+        key: Any = None,
+        first: int | None = None,
     ) -> None:
         """Fill `view` from byte `offset`; at least its first `needed` bytes arrive. Blocks.
+
+        Args:
+            first: What the first read, made elsewhere, has come to: bytes, or a negative errno.
 
         Raises:
             ReadError: They did not. Nothing writes to `view` any more.
         """
         try:
-            self._fill(view, offset, needed, tally, key)
+            self._fill(view, offset, needed, tally, key, first)
             self._check_unchanged(offset, len(view), key)
         except ReadError as error:
             tally.io_errors += 1
@@ -182,15 +211,24 @@ class OpenFile:
                 error.key = key
             raise
 
-    def _fill(self, view: memoryview, offset: int, needed: int, tally: Tally, key: Any) -> None:
+    def _fill(
+        self,
+        view: memoryview,
+        offset: int,
+        needed: int,
+        tally: Tally,
+        key: Any,
+        first: int | None,
+    ) -> None:
         arrived = 0
         unaligned = False  # the rest cannot be had with direct reads
         while arrived < needed:
             direct = self.is_direct and not unaligned
             # A direct read starts at a multiple of the alignment: it may fetch some bytes again.
             at = align_down(arrived, self.alignment) if direct else arrived
-            wanted = min(len(view) - at, self._largest)
-            n = self._read_once(view[at : at + wanted], offset + at, direct, tally, key)
+            wanted = min(len(view) - at, self.largest_bytes)
+            n = self._read_once(view[at : at + wanted], offset + at, direct, tally, key, first)
+            first = None
             if n is None:  # direct reads have just been given up
                 continue
             if n < wanted and at + n < needed:
@@ -205,7 +243,13 @@ class OpenFile:
                 raise self._early_end(offset, len(view), needed, arrived, key)
 
     def _read_once(
-        self, view: memoryview, offset: int, direct: bool, tally: Tally, key: Any
+        self,
+        view: memoryview,
+        offset: int,
+        direct: bool,
+        tally: Tally,
+        key: Any,
+        first: int | None,
     ) -> int | None:
         """One read, retried while that may help. None: the file has just turned buffered."""
         fd = self._direct_fd if direct else self._buffered()
@@ -214,7 +258,12 @@ class OpenFile:
         while True:
             tally.reads += 1
             try:
-                n = self._files.preadv(fd, [view], offset)
+                if first is None:
+                    n = self._files.preadv(fd, [view], offset)
+                else:
+                    n, first = first, None
+                    if n < 0:
+                        raise OSError(-n, os.strerror(-n))
             except InterruptedError as error:
                 n_interruptions += 1
                 if n_interruptions > _MAX_INTERRUPTIONS:

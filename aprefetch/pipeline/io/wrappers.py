@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from aprefetch.pipeline.io.threads import Files, FileStatus, PosixFiles
+from aprefetch.pipeline.io.threads import Files, FileStatus, PosixFiles, is_transparent
 
 __all__ = [
     "DelayFiles",
+    "Drive",
     "FaultFiles",
     "FilesWrapper",
     "GateFiles",
@@ -330,8 +331,8 @@ class RecordingFiles(FilesWrapper):
         return n
 
 
-class PacedFiles(FilesWrapper):
-    """Plays a drive of stated bandwidth and latency, where the real one is faster.
+class Drive:
+    """When reads would be over on a drive of stated bandwidth and latency.
 
     Reads share the bandwidth one after the other; the latency of several overlaps.
 
@@ -340,28 +341,41 @@ class PacedFiles(FilesWrapper):
         latency_s: Seconds that each read takes besides.
     """
 
+    def __init__(self, bytes_per_s: float, latency_s: float) -> None:
+        self._ns_per_byte = 1e9 / bytes_per_s
+        self._latency_ns = latency_s * 1e9
+        self._free_from_ns = 0.0
+        self._lock = threading.Lock()
+
+    def due_ns(self, now_ns: int, n_bytes: int) -> int:
+        """When a read of `n_bytes` that begins now is over. Any thread; calls in order."""
+        with self._lock:
+            begin_ns = max(self._free_from_ns, now_ns)
+            self._free_from_ns = begin_ns + n_bytes * self._ns_per_byte
+            return int(self._free_from_ns + self._latency_ns)
+
+
+class PacedFiles(FilesWrapper):
+    """Plays a `Drive`, where the real one is faster.
+
+    Backends that make the reads themselves ask `drive` when to tell of each.
+    """
+
     def __init__(self, inner: Files | None, *, bytes_per_s: float, latency_s: float = 0.0) -> None:
         super().__init__(inner)
-        self._bytes_per_s = bytes_per_s
-        self._latency_s = latency_s
-        self._free_from_s = 0.0
+        self.drive = Drive(bytes_per_s, latency_s)
+        self.is_transparent = is_transparent(self._inner) and not hasattr(self._inner, "drive")
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See `Files`."""
         length = sum(len(buffer) for buffer in buffers)
-        with self._lock:
-            self._free_from_s = max(self._free_from_s, _now_s()) + length / self._bytes_per_s
-            until_s = self._free_from_s + self._latency_s
+        until_ns = self.drive.due_ns(time.perf_counter_ns(), length)
         n = super().preadv(fd, buffers, offset)
-        left_s = until_s - _now_s()
-        if left_s > 0:
-            time.sleep(left_s)
+        left_ns = until_ns - time.perf_counter_ns()
+        if left_ns > 0:
+            time.sleep(left_ns / 1e9)
         return n
 
 
 def _path(path: str | Path | None) -> Path | None:
     return None if path is None else Path(path)
-
-
-def _now_s() -> float:
-    return time.perf_counter_ns() / 1e9

@@ -1,0 +1,228 @@
+"""The reader backend of io_uring: the kernel's workers read, the loop's thread does the rest.
+
+No thread of ours takes part, so no read waits for the interpreter's lock or takes it from the loop.
+Requests go to the kernel as soon as there is room in the queue depth, several with one system call;
+the loop watches the ring's own descriptor, which is readable while outcomes wait.
+
+A read that brings all that is needed is over. Anything else (a short read, any error, a file that
+has changed) goes to `OpenFile.fetch` with what came of it, on one thread that exists from the first
+such read on: retries, falling back and errors are the same for every backend, and in one place.
+
+Files that play a drive (`PacedFiles`) are read at its pace: beside each request goes another that
+ends when the drive would be done, and the read is over when both are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from aprefetch.pipeline.io.jobs import JobQueue, Part, ReadJob
+from aprefetch.pipeline.io.threads import PosixFiles, is_transparent
+from aprefetch.pipeline.io.transfer import OpenFile, Tally
+from aprefetch.pipeline.io.uring import Ring, RingRefused
+
+__all__ = ["RingReader"]
+
+_NOT_READ = -(1 << 31)  # instead of an outcome: the kernel did not take the request
+_TIMER = 1  # lowest bit of a tag; above it is the place
+
+# Readers that are not closed: the kernel may be writing into buffers that they hold on to, and a
+# loop that dies early would let go of them.
+_alive: set[RingReader] = set()
+
+
+class RingReader(JobQueue):
+    """Reads through io_uring. Make it on a running event loop, whose thread owns it.
+
+    Args:
+        make_ring: Makes the ring, from the most requests that are open and the most reads at once.
+        options: See `JobQueue`. `files` must be real ones, maybe paced.
+
+    Raises:
+        RingRefused: The kernel, the loop or `files` do not allow it.
+    """
+
+    backend = "io_uring"
+
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        *,
+        make_ring: Callable[[int, int], Ring] = Ring,
+        **options: Any,
+    ) -> None:
+        files = options.get("files") or PosixFiles()
+        if not is_transparent(files):
+            raise RingRefused(0, f"{type(files).__name__} must see every read")
+        depth = options.get("queue_depth", 8)
+        self._drive = getattr(files, "drive", None)
+        self._ring = make_ring(2 * depth, depth)  # a read and its timer
+        try:
+            super().__init__(paths, **options)
+            try:
+                self._loop.add_reader(self._ring.fd, self._reap)
+            except NotImplementedError as error:
+                self._close_files()
+                text = f"{type(self._loop).__name__} cannot watch descriptors"
+                raise RingRefused(0, text) from error
+        except BaseException:
+            self._ring.close()
+            raise
+        # Requests that are open have a place each, the number of which is in their tag.
+        self._parts: list[Part | None] = [None] * depth
+        self._is_direct = [False] * depth
+        self._outcomes = [0] * depth
+        self._n_awaited = [0] * depth  # outcomes: one, or two with a timer
+        self._places = list(range(depth))
+        self._mender = _Mender(self._call_loop, self._mended)
+        _alive.add(self)
+
+    def submit(self, job: ReadJob) -> None:
+        """See `JobQueue`. What there is room for is with the kernel when this returns."""
+        super().submit(job)
+        if self._n_in_flight < self.queue_depth:
+            self._dispatch()
+
+    def _begin_closing(self) -> None:
+        self._is_closing = True
+        if self._n_in_flight == 0:
+            self._loop.call_soon(self._end_closing)
+
+    def _end_closing(self) -> None:
+        if self._ring.fd < 0:
+            return
+        self._loop.remove_reader(self._ring.fd)
+        self._ring.close()
+        self._mender.close()
+        _alive.discard(self)
+        super()._end_closing()
+
+    def _dispatch(self) -> None:
+        """Hand the most urgent reads to the kernel, as many as there is room for."""
+        ring, drive, now_ns = self._ring, self._drive, time.perf_counter_ns()
+        n_requests = 0
+        while self._n_in_flight < self.queue_depth:
+            part = self._next()
+            if part is None:
+                break
+            file = part.file
+            if part.job.start_ns == 0:
+                part.job.start_ns = now_ns
+            fd = file.descriptor
+            if fd is None or part.length > file.largest_bytes:
+                self._mender.mend(part, None, False)
+                continue
+            place = self._places.pop()
+            self._parts[place] = part
+            self._is_direct[place] = file.is_direct
+            self._n_awaited[place] = 1
+            ring.read(2 * place, fd, part.address, part.length, part.offset)
+            if drive is not None:
+                self._n_awaited[place] = 2
+                ring.wake(2 * place + _TIMER, drive.due_ns(now_ns, part.length))
+            n_requests += 1
+        if n_requests:
+            for tag in ring.submit():
+                self._arrive(tag, _NOT_READ)
+
+    def _reap(self) -> None:
+        """The ring's descriptor is readable: account for all that has ended."""
+        self._is_report_due = True  # at the end
+        checked: OpenFile | None = None  # for changes, after the reads that are accounted for
+        now_ns = time.perf_counter_ns()
+        for tag, outcome in self._ring.reap():
+            part = self._arrive(tag, outcome)
+            if part is None:
+                continue
+            n_bytes = self._outcomes[tag >> 1]
+            if part.file is not checked and part.file.is_unchanged():
+                checked = part.file
+            if part.file is checked:
+                self._tally.reads += 1
+                self._tally.bytes_read += n_bytes
+                self._land(part, None, now_ns)
+            else:
+                self._mender.mend(part, n_bytes, self._is_direct[tag >> 1])
+        self._settle()
+
+    def _arrive(self, tag: int, outcome: int) -> Part | None:
+        """One outcome. Returns its read if that is over and all that is needed has come."""
+        place = tag >> 1
+        if not tag & _TIMER:
+            self._outcomes[place] = outcome
+        self._n_awaited[place] -= 1
+        if self._n_awaited[place]:
+            return None
+        part = self._parts[place]
+        assert part is not None
+        self._parts[place] = None
+        self._places.append(place)
+        outcome = self._outcomes[place]
+        if outcome >= part.needed:
+            return part
+        first = None if outcome == _NOT_READ else outcome
+        self._mender.mend(part, first, self._is_direct[place])
+        return None
+
+    def _mended(self, part: Part, error: BaseException | None, tally: Tally, end_ns: int) -> None:
+        self._tally.add(tally)
+        self._is_report_due = True  # by `_settle`
+        self._land(part, error, end_ns)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Some reads are over: begin others, then tell."""
+        if self._n_queued:
+            self._dispatch()
+        self._report()
+        if self._is_closing and self._n_in_flight == 0:
+            self._end_closing()
+
+    def _schedule_report(self) -> None:
+        self._loop.call_soon(self._report)
+
+
+class _Mender:
+    """One thread that brings to an end what a request did not; started when first needed."""
+
+    def __init__(self, call_loop: Callable[..., None], mended: Callable[..., None]) -> None:
+        self._call_loop = call_loop
+        self._mended = mended
+        self._queue: SimpleQueue[tuple[Part, int | None, bool] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def mend(self, part: Part, first: int | None, was_direct: bool) -> None:
+        """Fetch `part`, whose first read came to `first`. `mended` is called on the loop."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="aprefetch-mend", daemon=True)
+            self._thread.start()
+        self._queue.put((part, first, was_direct))
+
+    def close(self) -> None:
+        """End the thread; it has nothing to do."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _work(self) -> None:
+        while (task := self._queue.get()) is not None:
+            part, first, was_direct = task
+            error: BaseException | None = None
+            tally, file = Tally(), part.file
+            if first is not None and first < 0 and was_direct and not file.is_direct:
+                tally.reads += 1  # refused, as others before it: not news, and no error
+                first = None
+            try:
+                file.fetch(part.view, part.offset, part.needed, tally, part.job.key, first)
+            except BaseException as caught:  # whatever it is, the job must hear of it
+                traceback.clear_frames(caught.__traceback__)  # they hold views of the buffer
+                error = caught
+            self._call_loop(self._mended, part, error, tally, time.perf_counter_ns())
+            del part, error, task  # nothing may hold on to the buffer
