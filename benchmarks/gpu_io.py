@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import itertools
 import json
 import os
@@ -270,7 +271,8 @@ class Bench:
 
     @property
     def view(self) -> memoryview:
-        return self.arena.view
+        view: memoryview = self.arena.view
+        return view
 
     def _reader(self, depth: int, counters: Counters) -> ThreadReader:
         """As the runtime makes it."""
@@ -300,28 +302,30 @@ class Bench:
         self.n_fallbacks += counters.fallback_count
         return counters.bytes_read / elapsed_s / 1e9
 
+    def timed_ours(self, depth: int, seconds: float, seed: int) -> float:
+        """`ours_gbps` on a loop of its own."""
+        return asyncio.run(self.ours_gbps(depth, seconds, seed))
+
     def reading(self) -> dict[str, Any]:
         """Plain loops and ours."""
         largest = max(self.objects.paths, key=lambda path: path.stat().st_size)
         seconds, rounds = self.args.seconds, self.args.rounds
 
-        def plain(threads: int, block: int, seed: int, seconds: float) -> float:
+        def plain(threads: int, block: int, seconds: float, seed: int) -> float:
             return plain_gbps(largest, self.view, threads, block, seconds, seed)
 
         fits = [(t, b) for b in BLOCKS for t in THREADS if t * b <= len(self.view)]
-        scan = {(t, b): plain(t, b, 1, seconds / 2) for t, b in fits}
+        scan = {(t, b): plain(t, b, seconds / 2, 1) for t, b in fits}
         print("plain loops, GB/s" + "".join(f"{t:>9}" for t in THREADS) + "  threads")
         for block in BLOCKS:
             cells = (f"{scan.get((t, block), float('nan')):>9.2f}" for t in THREADS)
             print(f"  {block // MIB:>2} MiB blocks  " + "".join(cells))
         best = sorted(scan, key=lambda shape: -scan[shape])[:2]
         turns: dict[Any, Callable[[int], float]] = {}
-        for shape in best:
-            turns[shape] = lambda seed, shape=shape: plain(*shape, seed, seconds)
+        for threads, block in best:
+            turns[threads, block] = functools.partial(plain, threads, block, seconds)
         for depth in self.args.depths:
-            turns[depth] = lambda seed, depth=depth: asyncio.run(
-                self.ours_gbps(depth, seconds, seed)
-            )
+            turns[depth] = functools.partial(self.timed_ours, depth, seconds)
         rates = _in_turns(turns, rounds)
         ceiling = max(statistics.median(rates[shape]) for shape in best)
         rows = []
