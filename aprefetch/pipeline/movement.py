@@ -15,7 +15,7 @@ import asyncio
 
 from torch import Tensor
 
-from aprefetch.device.base import Device
+from aprefetch.device.base import Device, OrdersCopies
 from aprefetch.errors import AprefetchError, DeviceError, RuntimeClosedError
 from aprefetch.pipeline.arena import Pool
 from aprefetch.pipeline.demand import Demand
@@ -160,14 +160,18 @@ class Movement:
                 for pool in self._tiers.device_pools:
                     if pool.wanted:
                         goes_on |= self._feed_device(pool)
-            if self._ordered is not None and self._open and self._is_short_of_room():
-                self._ordered.expedite()
+                if not goes_on and self._open and self._ordered is not None:
+                    goes_on = self._hurry(self._ordered)
         finally:
             self._is_pumping = False
 
-    def _is_short_of_room(self) -> bool:
-        """Whether some object waits for a slot, and so for work that has to report its end."""
-        return any(pool.wanted for pool in (*self._tiers.landing_pools, *self._tiers.device_pools))
+    def _hurry(self, device: OrdersCopies) -> bool:
+        """Where an object waits for a slot it waits for work to end; whether some had by now."""
+        if not any(p.wanted for p in (*self._tiers.landing_pools, *self._tiers.device_pools)):
+            return False
+        n_moving = self._n_moving
+        device.expedite()
+        return self._n_moving != n_moving
 
     def _feed_landing(self, pool: Pool) -> bool:
         """Begin reads for those whose turn it is; whether another pool's queue has grown."""
@@ -422,7 +426,9 @@ class Movement:
         """Wait until no read, upload or release is under way. For runs that must repeat exactly."""
         while self._n_moving and not self.is_closed:
             if self._ordered is not None:
-                self._ordered.expedite()
+                self._ordered.expedite()  # may find that all is over
+                if not self._n_moving:
+                    break
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._settling.append(waiter)
             await waiter

@@ -38,7 +38,6 @@ class OrderedDevice(CpuDevice):
         self.ended: list[CopyTicket] = []
         self.n_followed = 0
         self.is_broken = False
-        self.is_prompt = True  # obeys `expedite`
 
     orders_copies = True
 
@@ -71,7 +70,8 @@ class OrderedDevice(CpuDevice):
                 callback()
 
     def expedite(self) -> None:
-        if self.is_prompt and (self.under_way or self.ended):
+        self.poll()
+        if self.under_way:
             while self.under_way:
                 self._end_oldest()
             asyncio.get_running_loop().call_soon(self.poll)

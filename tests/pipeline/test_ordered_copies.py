@@ -183,3 +183,14 @@ async def test_tokens_are_those_of_a_device_that_waits(monkeypatch, lookahead):
     monkeypatch.setattr("aprefetch.plan.CpuDevice", device)
     assert await answer(lookahead=lookahead) == expected
     assert sum(one.n_followed for one in made) > 100
+
+
+async def test_what_has_ended_unseen_does_not_leave_anybody_waiting(rig):
+    device = OrderedDevice()
+    r = rig(device=device, vram=BIG, ram=BIG)
+    with r.coordinator.demand(1, [0]) as demand:
+        follow(device, await demand.wait())
+        async with asyncio.timeout(5):
+            await r.coordinator.settled()
+    await settle(r)
+    r.assert_sound()
