@@ -1,12 +1,15 @@
 """Fit corrections of the early routers to a model's own texts; store them beside the model.
 
     python tools/fit_lookahead.py [-m MODEL.gguf] [-o OUT.npz] [--prompts FILE.json] [-n 128]
+        [--vram 0.25]
 
-Generates answers, and notes for every token and layer what the next layer's early router said, what
-that router ranked by in the end, and what the layer's experts read and were. A ridge regression per
-layer then explains the difference. The runtime looks for `NAME.lookahead.npz` beside the model
-and can do without. A part of the texts is held out: recall in the top k and 1.5 k is printed with
-and without the correction, each with the running drift. The last line is JSON.
+Generates answers with room for a part of the experts, so that guesses are made when they are made
+in use. Notes for every token and layer what its early router said, what the router ranked by in the
+end, and what the layer's experts had read for the token before. A ridge regression per layer then
+explains the difference. The runtime looks for `NAME.lookahead.npz` beside the model and can do
+without. A part of the texts chooses the layers for which this helps, another is held out: recall in
+the top k and 1.5 k is printed with and without the correction, each with the running drift. The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from aprefetch import Runtime, embedded
 from aprefetch.cli.trace import PROMPTS
 from aprefetch.pipeline.correction import FORMAT, path_beside
 from aprefetch.pipeline.lookahead import DRIFT_WEIGHT, Lookahead
+from aprefetch.plan import plan_model
 
 __all__ = ["States", "fit", "main"]
 
@@ -43,24 +47,23 @@ class States(Lookahead):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "corrections": {}})
         self.noted = {}
-        self._before: dict[int, tuple[Tensor, npt.NDArray[np.int32]]] = {}
+        self._now: dict[int, Tensor] = {}  # by layer: its experts' input, for the latest token
 
-    def look(self, layer: int, streams: Tensor, x: Any = None, ids: Any = None) -> Any:
-        """As always; the experts' input and picks are kept for the next layer."""
-        self._before[layer + 1] = (x, ids)
-        return super().look(layer, streams, x, ids)
+    def look(self, layer: int, streams: Any, x: Any = None, ids: Any = None) -> Any:
+        """As always; the experts' input is kept for the next token."""
+        self._now[layer] = x[-1:].clone()
+        return super().look(layer, streams, x)
 
     def learn(self, layer: int, ranked: Callable[[], Tensor] | None) -> None:
-        """As always; note the pair of guess and truth."""
+        """As always; of single rows, note the pair of guess and truth."""
         seen = self._scored.get(layer, {}).get(layer - 1)
-        before = self._before.pop(layer, None)
-        if seen is not None and ranked is not None and before is not None:
-            truth, (x, ids) = ranked(), before
-            if len(seen) == len(truth) == len(x):
-                rows = self.noted.setdefault(layer, {"early": [], "truth": [], "x": [], "ids": []})
-                for name, value in (("early", seen), ("truth", truth), ("x", x)):
+        before = self._now.get(layer)
+        if seen is not None and ranked is not None and before is not None and len(seen) == 1:
+            truth = ranked()
+            if len(truth) == 1:
+                rows = self.noted.setdefault(layer, {"early": [], "truth": [], "x": []})
+                for name, value in (("early", seen), ("truth", truth), ("x", before)):
                     rows[name].append(value.cpu().numpy().astype(np.float32))
-                rows["ids"].append(ids.astype(np.int64))
         super().learn(layer, ranked)
 
 
@@ -72,12 +75,6 @@ def ridge(features: F32, wanted: F32, strength: float) -> tuple[F32, F32]:
     gram = z.T @ z + strength * len(z) * np.eye(z.shape[1])
     weight = np.linalg.solve(gram, z.T @ (wanted - bias)) / scale[:, None]
     return weight.astype(np.float32), (bias - mean @ weight).astype(np.float32)
-
-
-def _features(x: F32, ids: npt.NDArray[np.int64], n_experts: int) -> F32:
-    hot = np.zeros((len(ids), n_experts), np.float32)
-    np.put_along_axis(hot, ids, 1.0, axis=1)
-    return np.concatenate([x, hot], axis=1)
 
 
 def _recall(scores: F32, truth: F32, k: int, width: int) -> float:
@@ -94,37 +91,58 @@ def _with_drift(scores: F32, truth: F32) -> F32:
     return out
 
 
+def _recalls(scores: F32, truth: F32, k: int) -> tuple[float, float]:
+    return _recall(scores, truth, k, k), _recall(scores, truth, k, -(-3 * k // 2))
+
+
 def fit(
-    noted: dict[int, dict[str, F32]], k: int, strength: float, held_out: float = 0.25
+    noted: dict[int, dict[str, F32]],
+    k: int,
+    strength: float,
+    held_out: float = 0.25,
+    choosing: float = 0.15,
 ) -> tuple[dict[str, Any], list[dict[str, float]]]:
-    """Arrays of the file, and recalls by layer on the last `held_out` of the tokens."""
+    """Arrays of the file, and recalls by layer on the last `held_out` of the tokens.
+
+    The share `choosing` before them says for which layers a correction pays; only those get one.
+    """
     arrays: dict[str, Any] = {}
-    rows = []
+    rows, kept = [], []
     for layer, parts in sorted(noted.items()):
-        early, truth = parts["early"], parts["truth"]
-        features = _features(parts["x"], parts["ids"], early.shape[1])
+        early, truth, x = parts["early"], parts["truth"], parts["x"]
         n = int(len(early) * (1 - held_out))
-        weight, bias = ridge(features[:n], (truth - early)[:n], strength)
-        fixed = early + features @ weight + bias
-        row: dict[str, float] = {"layer": layer, "n_tokens": len(early)}
-        wide = -(-3 * k // 2)
+        n_fit = int(len(early) * (1 - held_out - choosing))
+        weight, bias = ridge(x[:n_fit], (truth - early)[:n_fit], strength)
+        plain, fixed = (_with_drift(s, truth) for s in (early, early + x @ weight + bias))
+        pays = sum(_recalls(fixed[n_fit:n], truth[n_fit:n], k)) > sum(
+            _recalls(plain[n_fit:n], truth[n_fit:n], k)
+        )
+        row: dict[str, float] = {"layer": layer, "n_tokens": len(early), "is_kept": pays}
         for name, scores in (
             ("plain", early),
-            ("drift", _with_drift(early, truth)),
-            ("fitted", _with_drift(fixed, truth)),
+            ("drift", plain),
+            ("fitted", fixed if pays else plain),
         ):
-            row[f"{name}@k"] = _recall(scores[n:], truth[n:], k, k)
-            row[f"{name}@1.5k"] = _recall(scores[n:], truth[n:], k, wide)
+            row[f"{name}@k"], row[f"{name}@1.5k"] = _recalls(scores[n:], truth[n:], k)
         rows.append(row)
-        weight, bias = ridge(features, truth - early, strength)  # all of it, for the file
-        arrays |= {f"weight_{layer}": weight, f"bias_{layer}": bias}
-    meta = {"format": FORMAT, "layers": sorted(noted), "rows": len(next(iter(noted.values()))["x"])}
+        if pays:
+            kept.append(layer)
+            weight, bias = ridge(x, truth - early, strength)  # all of it, for the file
+            arrays |= {f"weight_{layer}": weight, f"bias_{layer}": bias}
+    meta = {"format": FORMAT, "layers": kept, "rows": len(next(iter(noted.values()))["x"])}
     arrays["meta"] = np.array(json.dumps(meta))
     return arrays, rows
 
 
-async def collect(model: str | None, prompts: list[Any], n_tokens: int) -> tuple[Any, int]:
-    """States by target layer over the answers to `prompts`, and the model's top-k."""
+async def collect(
+    model: str | None, prompts: list[Any], n_tokens: int, share: float = 0.25
+) -> tuple[Any, int]:
+    """States by target layer over the answers to `prompts`, and the model's top-k.
+
+    The device holds `share` of the experts (1: all).
+    """
+    plan = plan_model(Path(model or embedded.MODEL_PATH))
+    budget = max(plan.vram_minimum_bytes, int(share * plan.vram_full_bytes))
     made: list[States] = []
 
     def make(*args: Any, **kwargs: Any) -> States:
@@ -132,7 +150,7 @@ async def collect(model: str | None, prompts: list[Any], n_tokens: int) -> tuple
         return made[0]
 
     with mock.patch("aprefetch.runtime.Lookahead", make):
-        runtime = await Runtime.open(model, lookahead_depth=1, lookahead_max_rows=4096)
+        runtime = await Runtime.open(model, lookahead_depth=1, vram_budget=budget)
     try:
         # Widths are of no interest, and sleeping would lose tokens.
         made[0].pace = None
@@ -158,10 +176,11 @@ def main() -> int:
     parser.add_argument("-o", "--output", help="default: NAME.lookahead.npz beside the model")
     parser.add_argument("--prompts", help="JSON list of prompts (default: built-in)")
     parser.add_argument("-n", "--max-tokens", type=int, default=128)
+    parser.add_argument("--vram", type=float, default=0.25, help="share of experts that has room")
     parser.add_argument("--strength", type=float, default=0.1, help="of the penalty")
     args = parser.parse_args()
     prompts = json.loads(Path(args.prompts).read_text()) if args.prompts else list(PROMPTS)
-    noted, top_k = asyncio.run(collect(args.model, prompts, args.max_tokens))
+    noted, top_k = asyncio.run(collect(args.model, prompts, args.max_tokens, args.vram))
     if not noted:
         print("no layer of this model has a router to look ahead with", file=sys.stderr)
         return 1
@@ -172,7 +191,8 @@ def main() -> int:
     names = [name for name in rows[0] if "@" in name]
     print("layer  " + "".join(f"{name:>13}" for name in names))
     for row in rows:
-        print(f"{row['layer']:>5}  " + "".join(f"{row[name]:13.3f}" for name in names))
+        mark = "" if row["is_kept"] else "   left out"
+        print(f"{row['layer']:>5}  " + "".join(f"{row[name]:13.3f}" for name in names) + mark)
     mean = {name: float(np.mean([row[name] for row in rows])) for name in names}
     print("mean   " + "".join(f"{mean[name]:13.3f}" for name in names))
     n_bytes = out.stat().st_size

@@ -3,21 +3,24 @@
     python tools/lookahead_study.py [-m MODEL.gguf] [--corrections FILE.npz] [-n 128] [--share 0.2]
         [--prompts FILE.json]
 
-Generates answers with every expert resident, through the product's own runtime, routers, lookahead
+Generates answers through the product's own runtime, routers, lookahead
 (drift, corrections) and cache policy. For each decoded token and layer every source ranks experts:
 
 - `present`: the router on the streams as they enter the layer before it (or 2, 3 before);
 - `shared`: on the streams with that layer's shared expert and mixing; the runtime's state;
-- `drift`: that, and the running mean of what scores were short of: the runtime, untrained;
-- `fitted`: that, and the corrections of a file of `tools/fit_lookahead.py` (depth 1 only);
+- `drift`: that, and the running mean of what scores were short of;
+- `late`: that, with the layer's routed experts but for the last of those that miss, as the runtime
+  guesses on a CPU: while one read is left, and at once where nothing misses (depth 1 only);
+- `fitted`: that, and the corrections of a file of `tools/fit_lookahead.py`;
 - `history`: the layer's own uses so far, ageing by half in `--half-life` tokens;
-- `union`: the best of the routers' (`fitted` where there is one, else `drift`), each with `history`
-  beside it: up to twice as many names as the width says.
+- `union`: the best of the routers' (`fitted`, `late` or `drift`), each with `history` beside it: up
+  to twice as many names as the width says.
 
 Misses are those of a device cache with `--share` of all experts and the product's policy, which
-only demands fill. `wasted` is the share of guesses, of those that were not cached and would have
-been read, that the layer did not pick. Lead is compute between the moment of the guess and its
-layer's turn: medians of this run, without the time of guessing. The last line is JSON.
+only demands fill; the same say what `late` knows. `wasted` is the share of guesses, of those that
+were not cached and would have been read, that the layer did not pick. Lead is compute between the
+moment of the guess and its layer's turn: medians of this run, without the time of guessing. The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ from aprefetch import Runtime, embedded
 from aprefetch.config import LookaheadConfig
 from aprefetch.engine.step import StepRunner
 from aprefetch.models.moe import RoutedCall
-from aprefetch.pipeline.cache import LfuPolicy, new_policy
+from aprefetch.pipeline.cache import LfuPolicy, Policy, new_policy
 from aprefetch.pipeline.correction import load_corrections, path_beside
 from aprefetch.pipeline.lookahead import BestScores, Lookahead, RoutedLayer
 from aprefetch.routing_trace import RoutingTrace
@@ -50,7 +53,8 @@ __all__ = ["Seen", "main", "study"]
 
 DEPTHS = (1, 2, 3)
 WIDTHS = (1.0, 1.5, 2.0, 3.0)  # in top-k
-SOURCES = ("present", "shared", "drift", "fitted", "history", "union")
+SOURCES = ("present", "shared", "drift", "late", "fitted", "history", "union")
+BEST = ("fitted", "late", "drift")  # of the routers, the first that there is
 PROMPTS: tuple[Any, ...] = (
     "The old man walked down to the river",
     [{"role": "user", "content": "Why is the sky blue?"}],
@@ -79,6 +83,7 @@ class Watching(StepRunner):
 
     corrections_path: Path | None = None
     half_life_tokens = 4.0
+    share = 0.2  # of all experts that is cached
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -91,15 +96,26 @@ class Watching(StepRunner):
         options = LookaheadConfig(depth=max(DEPTHS), width=self.top_k)
         routers = self._model.early_routers
         found = load_corrections(self.corrections_path, "cpu") if self.corrections_path else {}
-        self._learning = {"drift": Lookahead(routers, sizes, options, Counters())}
+        self._drift = Lookahead(routers, sizes, options, Counters())
+        one_ahead = LookaheadConfig(depth=1, width=self.top_k)
+        self._late = {"late": Lookahead(routers, sizes, one_ahead, Counters())}
         if found:
-            self._learning["fitted"] = Lookahead(
-                routers, sizes, options, Counters(), corrections=found
+            self._late["fitted"] = Lookahead(
+                routers, sizes, one_ahead, Counters(), corrections=found
             )
         self._quick = Lookahead(routers, sizes, LookaheadConfig(depth=1), Counters())
         self._best = BestScores(sizes, min(self.n_experts, round(max(WIDTHS) * self.top_k)))
         self._uses = {n: LfuPolicy(self.half_life_tokens * self.top_k) for n in routers}
         self._coming: dict[int, Rankings] = {}
+        self._place = {layer: i * self.n_experts for i, layer in enumerate(info.routed_layers)}
+        self._demand: list[int] = []
+        n = self.n_experts * len(self._place)
+        policy = _policy(n, self.n_experts)
+        self._cache = walk(iter(lambda: self._demand, None), policy, int(self.share * n))
+        self._unknown: list[int] = []  # places in the row, of the call under way
+
+    def _guesses_late(self, call: RoutedCall) -> bool:
+        return False  # what is known then is put together here, by the cache of the study
 
     async def _guess(self, call: RoutedCall) -> None:
         layer, n_rows = call.layer, call.n_rows
@@ -113,17 +129,31 @@ class Watching(StepRunner):
             for row in call.ids:
                 for expert in row.tolist():
                     uses.touch(expert)
-        for lookahead in self._learning.values():
+        first = self._place[layer]
+        self._demand = [first + expert for expert in call.experts]
+        missing, _ = next(self._cache)
+        # Where nothing misses the runtime does not wait for anything, and knows nothing.
+        last = missing[-1] - first if missing else None
+        self._unknown = [i for i, e in enumerate(call.experts) if last is None or e == last]
+        for lookahead in (self._drift, *self._late.values()):
             lookahead.learn(layer, call.ranked)
         self._rank(call)
+
+    def _end_layer(self, call: RoutedCall) -> None:
+        """The experts have run: what is known of them when the last one is waited for?"""
+        if call.ahead is not None and call._has_run is not None:
+            call._has_run[self._unknown] = 0.0
+        for name, lookahead in self._late.items():
+            streams = call.streams if call.ahead is None else call.ahead
+            for target, scores in lookahead.look(call.layer, streams, call.x):
+                self._note(call, name, target, scores)
+        super()._end_layer(call)
 
     def _rank(self, call: RoutedCall) -> None:
         """Every router's word about the next layers."""
         ahead = call.streams if call.ahead is None else call.ahead()
-        for name, lookahead in self._learning.items():
-            for target, scores in lookahead.look(call.layer, ahead, call.x, call.ids):
-                if name != "fitted" or target == call.layer + 1:
-                    self._note(call, name, target, scores)
+        for target, scores in self._drift.look(call.layer, ahead):
+            self._note(call, "drift", target, scores)
         for name, streams in (("present", call.streams), ("shared", ahead)):
             for depth in DEPTHS:
                 router = self._model.early_routers.get(call.layer + depth)
@@ -138,6 +168,12 @@ class Watching(StepRunner):
         if call.n_rows == 1:
             rankings = self._coming.setdefault(target, {})
             rankings[name, target - call.layer] = self._best.guess(target, scores)
+
+
+def _policy(n_objects: int, n_experts: int) -> Policy:
+    """The product's own, over all layers."""
+    layer_of = [item // n_experts for item in range(n_objects)]
+    return new_policy("layered", half_life=2.0 * n_objects, layer_of=layer_of)
 
 
 class Tally:
@@ -185,7 +221,7 @@ def _named(rankings: Rankings, source: str, depth: int, width: int) -> set[int] 
     if source != "union":
         ranked = rankings.get((source, depth))
         return None if ranked is None else set(ranked[:width])
-    routers = rankings.get(("fitted", depth), rankings.get(("drift", depth)))
+    routers = next((r for name in BEST if (r := rankings.get((name, depth)))), None)
     if routers is None:
         return None
     return {*routers[:width], *rankings["history", 0][:width]}
@@ -198,9 +234,7 @@ def study(
     layers = sorted({s.layer for s in seen})
     index = {layer: i for i, layer in enumerate(layers)}
     n = n_experts * len(layers)
-    policy = new_policy(
-        "layered", half_life=2.0 * n, layer_of=[item // n_experts for item in range(n)]
-    )
+    policy = _policy(n, n_experts)
     demands = [[index[s.layer] * n_experts + e for e in s.picked] for s in seen]
     tallies = {
         (source, depth, width): Tally()
@@ -231,7 +265,8 @@ def study(
 
 def leads_us(trace: RoutingTrace) -> dict[str, float]:
     """Microseconds from guess to turn: by depth after the shared expert (`1`, `2`, `3`), what more
-    there is before it (`shared`), and from one token to the next (`history`)."""
+    there is before it (`shared`), with one expert left (`late`), and from one token to the next
+    (`history`)."""
     calls = trace.calls[trace.calls["n_rows"] == 1]
 
     def median_us(layer: int, part: str) -> float:
@@ -245,6 +280,10 @@ def leads_us(trace: RoutingTrace) -> dict[str, float]:
     whole = {layer: dense[layer] + shared[layer] + experts[layer] for layer in layers}
     targets = set(layers) - set(trace.meta["token_routed_layers"])
     out = {"shared": float(np.mean(list(shared.values()))), "history": sum(whole.values())}
+    n_picks = max(1, int(np.median(calls["n_picks"])))
+    out["late"] = float(
+        np.mean([experts[n] / n_picks + dense[n + 1] for n in layers if n + 1 in targets])
+    )
     for depth in DEPTHS:
         out[str(depth)] = float(
             np.mean(
@@ -305,20 +344,20 @@ def main() -> int:
     args = parser.parse_args()
     path = Path(args.model or embedded.MODEL_PATH)
     Watching.corrections_path = Path(args.corrections) if args.corrections else path_beside(path)
-    Watching.half_life_tokens = args.half_life
+    Watching.half_life_tokens, Watching.share = args.half_life, args.share
     prompts = json.loads(Path(args.prompts).read_text()) if args.prompts else PROMPTS
     watching, trace = asyncio.run(collect(args.model, prompts, args.max_tokens))
     top_k = watching.top_k
     rows, miss_rate = study(watching.seen, watching.n_experts, top_k, args.share, args.warm_up)
     leads = leads_us(trace)
     for row in rows:
-        row["lead_us"] = (
-            leads["history"]
-            if row["source"] == "history"
-            else leads[str(row["depth"])] + leads["shared"] * (row["source"] == "present")
-        )
-        if row["source"] == "history":
-            row["depth"] = 0  # a token ahead, not some layers
+        source, depth = row["source"], str(row["depth"])
+        if source in ("late", "fitted") or (source == "union" and depth == "1"):
+            row["lead_us"] = leads["late"]
+        elif source == "history":
+            row["lead_us"], row["depth"] = leads["history"], 0  # a token ahead, not some layers
+        else:
+            row["lead_us"] = leads[depth] + leads["shared"] * (source == "present")
     n_tokens = sum(1 for s in watching.seen if s.layer == trace.layers[0] and s.n_rows == 1)
     guess_us = float(np.median(watching.guess_ns)) / 1e3
     load = os.getloadavg()[0]

@@ -365,9 +365,10 @@ class DeepseekV4:
                 call.ranked = functools.partial(ops.early_scores, scores, block.ffn.bias)
             yield call
             shared = block.ffn.shared(ops, v)
-            call.ahead = functools.partial(ops.hc_leave, shared, streams, post, comb)
+            call.ahead = functools.partial(_ahead, ops, call, weights, shared, streams, post, comb)
             call.finishing = True
             yield call
+            call.ahead = None  # it holds the call in turn
             y = call.total(weights, shared)
             if i + 1 < len(self.blocks):
                 following = self.blocks[i + 1].hc_attn
@@ -385,6 +386,19 @@ class DeepseekV4:
             eps=args.rms_eps, hc_eps=args.hc_eps,
         )  # fmt: skip
         return ops.linear(ops.rms_norm(h, self.head_norm, args.rms_eps), self.head)
+
+
+def _ahead(
+    ops: Ops,
+    call: RoutedCall,
+    weights: Tensor,
+    shared: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+) -> Tensor:
+    """The streams after a layer, as far as they are known."""
+    return ops.hc_leave(call.known(weights, shared), streams, post, comb)
 
 
 def _decoder(model: DeepseekV4, ops: Ops) -> GraphDecoder | None:

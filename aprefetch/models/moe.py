@@ -70,6 +70,7 @@ class RoutedCall:
     __slots__ = (
         "_all_rows",
         "_arriving",
+        "_has_run",
         "_order",
         "_starts",
         "activation",
@@ -113,14 +114,16 @@ class RoutedCall:
         self.activation = activation
         self.streams = streams
         self.ahead: Callable[[], Tensor] | None = None
-        """Once finishing: the streams as they will be but for the routed experts' part, which is
-        not known yet. A better state to guess from than `streams`. None where there is none."""
+        """Once finishing: the streams as they will be but for what is not known yet of the routed
+        experts' part: of a single row on the host, that of experts that have yet to run; otherwise
+        all of it. A better state to guess from than `streams`. None where there is none."""
         self.ranked: Callable[[], Tensor] | None = None
         """What the router ranked by, `[T, E]`: the truth that guesses for this layer aimed at."""
         self.finishing = False
         self.n_rows, self.top_k = ids.shape
         n_out = layout.roles[-1].n_out
         self.parts: Tensor = ops.new(self.n_rows * self.top_k, n_out)
+        self._has_run: npt.NDArray[np.float32] | None = None  # by pair of a single row: 1 or 0
         self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
         if ids.is_cuda:
             self._arriving = _fetched(ids)
@@ -184,11 +187,30 @@ class RoutedCall:
             starts = np.cumsum([0, *(stop - start for start, stop in spans)]).tolist()
             order = torch.cat([self._order[start:stop] for start, stop in spans])
             rows = order // self.top_k
+        if self.n_rows == 1 and not self.x.is_cuda:
+            self._note(order)
         where = (self.x, arena, offsets, self.layout, starts, rows, self.limit, self.parts, order)
         if self.activation is None:
             self.ops.experts(*where)
         else:
             self.ops.experts(*where, activation=self.activation)
+
+    def _note(self, order: Tensor) -> None:
+        """These pairs of a single row are about to be known."""
+        if self._has_run is None:
+            self._has_run = np.zeros(self.top_k, np.float32)
+            if len(order) < self.top_k:
+                self.parts.zero_()  # weights of 0 don't silence what happens to lie there
+        self._has_run[order.numpy()] = 1.0
+
+    def known(self, weights: Tensor, shared: Tensor) -> Tensor:
+        """`total` as far as it is known, if this is a single row on the host; else `shared`.
+
+        For guesses only.
+        """
+        if self._has_run is None:
+            return shared
+        return self.total(weights * torch.from_numpy(self._has_run), shared)
 
     def _span(self, index: int) -> tuple[int, int]:
         return self._starts[index], self._starts[index + 1]

@@ -1,11 +1,11 @@
 """A learned correction of early routers' scores: one small linear map per layer, from a file.
 
-What an early router cannot know is what the layer before it is about to add. Part of that follows
-from that layer's own input and picks. `tools/fit_lookahead.py` fits the map to recorded states and
-stores it beside the model as `NAME.lookahead.npz`: for each target layer `weight_L` `[D + E, E]`
-(rows of the input, then of the picks), `bias_L` `[E]`, float32, and `meta` (JSON: format, and the
-layers' sizes). A file that is missing, stale or damaged costs nothing but worse guesses: where
-shapes do not fit it is left out, with one warning.
+Attention often looks at the token before, which no early router sees. So what the target layer's
+experts read for that token foretells a part of what scores will be short of.
+`tools/fit_lookahead.py` fits the map to recorded states and stores it beside the model as
+`NAME.lookahead.npz`: for each target layer for which that helps, `weight_L` `[D, E]`, `bias_L`
+`[E]`, float32, and `meta` (JSON: format, and the layers). A file that is missing, stale or damaged
+costs nothing but worse guesses: where shapes do not fit it is left out, with one warning.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 __all__ = ["FORMAT", "Correction", "load_corrections", "path_beside"]
 
-FORMAT = 1
+FORMAT = 2
 
 log = logging.getLogger(__name__)
 
@@ -31,27 +31,24 @@ class Correction:
     """The map of one target layer.
 
     Args:
-        weight: `[D + E, E]`.
+        weight: `[D, E]`.
         bias: `[E]`.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor) -> None:
         self._weight, self._bias = weight, bias
 
-    def __call__(self, x: Tensor, ids: Tensor) -> Tensor:
-        """What to add to the scores `[T, E]`.
+    def __call__(self, x: Tensor) -> Tensor:
+        """What to add to the scores `[1, E]`.
 
         Args:
-            x: `[T, D]` what the experts of the layer before read.
-            ids: `[T, K]` what it picked, int64.
+            x: `[1, D]` what the target layer's experts read for the token before.
         """
-        n_inputs = x.shape[1]
-        out = torch.addmm(self._bias, x, self._weight[:n_inputs])
-        return out + self._weight[n_inputs:][ids].sum(1)
+        return torch.addmm(self._bias, x, self._weight)
 
     def fits(self, n_inputs: int, n_experts: int) -> bool:
         """Whether it was made for these sizes."""
-        return self._weight.shape == (n_inputs + n_experts, n_experts)
+        return self._weight.shape == (n_inputs, n_experts)
 
 
 def path_beside(model: Path) -> Path:

@@ -18,8 +18,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -224,6 +222,8 @@ class Lookahead:
         # layer -> the layer whose streams were looked at -> experts issued, all that were ranked
         self._pending: dict[int, dict[int, tuple[list[int], list[int]]]] = {}
         self._scored: dict[int, dict[int, Tensor]] = {}  # likewise: scores `[T, E]`
+        # By layer with a correction: `[1, D]`, what its experts read for the latest token.
+        self._inputs: dict[int, Tensor] = {}
         self._drift: dict[tuple[int, int], Tensor] = {}  # (looked at, layer) -> `[1, E]`
         self._n_learned: dict[tuple[int, int], int] = {}
         self._n_issued = 0
@@ -233,7 +233,7 @@ class Lookahead:
         layer: int,
         streams: Tensor,
         x: Tensor | None = None,
-        ids: npt.NDArray[np.int32] | None = None,
+        ids: object = None,
     ) -> list[tuple[int, list[int]]]:
         """Guesses for layers `layer + 1 .. layer + depth`, the nearest first, likeliest first.
 
@@ -241,11 +241,10 @@ class Lookahead:
             layer: The layer that `streams` enter.
             streams: `[T, S, D]`, or what the routers take; rows first.
             x: `[T, D]` what the layer's experts read, for corrections.
-            ids: `[T, K]` what it picked, likewise.
 
         With the lookahead off no router is evaluated and the list is empty.
         """
-        scored = self.look(layer, streams, x, ids)
+        scored = self.look(layer, streams, x)
         return self.choose(
             layer, streams.shape[0], [(target, scores.cpu()) for target, scores in scored]
         )
@@ -253,25 +252,31 @@ class Lookahead:
     def look(
         self,
         layer: int,
-        streams: Tensor,
+        streams: Tensor | Callable[[], Tensor],
         x: Tensor | None = None,
-        ids: npt.NDArray[np.int32] | None = None,
+        ids: object = None,
     ) -> list[tuple[int, Tensor]]:
-        """The first half of `predict`: scores by target layer, on the device of `streams`."""
+        """The first half of `predict`: scores by target layer, on the device of `streams`.
+
+        A call in place of the streams is only made where something is to be guessed.
+        """
         options = self._options
-        n_rows = streams.shape[0]
+        if x is not None and len(x) and layer in self._corrections:
+            self._inputs[layer] = x if len(x) == 1 else x[-1:].clone()
         targets = [n for n in range(layer + 1, layer + options.depth + 1) if self.wants(n)]
-        if not targets or n_rows == 0:
+        if not targets:
             return []
-        looked_at = streams
+        looked_at = streams if isinstance(streams, Tensor) else streams()
+        n_rows = len(looked_at)
+        if not n_rows:
+            return []
         if n_rows > options.max_rows:  # most experts will be wanted anyway: a sample will do
-            looked_at = streams[_spread(n_rows, options.max_rows).to(streams.device)]
+            looked_at = looked_at[_spread(n_rows, options.max_rows).to(looked_at.device)]
         out = []
         for target in targets:
             scores = self._routers[target](looked_at)
-            correct = self._corrections.get(target) if target == layer + 1 else None
-            if correct is not None and x is not None and ids is not None and n_rows == len(scores):
-                scores = self._corrected(correct, scores, x, ids, target)
+            if n_rows == 1 and target == layer + 1 and target in self._inputs:
+                scores = self._corrected(scores, target)
             if scores.shape[1]:
                 self._scored.setdefault(target, {})[layer] = scores
             drift = self._drift.get((layer, target))
@@ -303,19 +308,13 @@ class Lookahead:
         self._n_issued += len(experts)
         return experts
 
-    def _corrected(
-        self,
-        correct: Correction,
-        scores: Tensor,
-        x: Tensor,
-        ids: npt.NDArray[np.int32],
-        target: int,
-    ) -> Tensor:
+    def _corrected(self, scores: Tensor, target: int) -> Tensor:
+        correct, x = self._corrections[target], self._inputs[target]
         if not correct.fits(x.shape[1], scores.shape[1]):
             log.warning("the lookahead correction of layer %d is left out: other sizes", target)
-            del self._corrections[target]
+            del self._corrections[target], self._inputs[target]
             return scores
-        return scores + correct(x, torch.from_numpy(ids.astype(np.int64)).to(x.device))
+        return scores + correct(x)
 
     def learn(self, layer: int, ranked: Callable[[], Tensor] | None) -> None:
         """Compare what was predicted for `layer` with what its router ranks by, `[T, E]`."""

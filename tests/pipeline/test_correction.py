@@ -18,7 +18,7 @@ LAYERS = {n: RoutedLayer(n_experts=8, top_k=2) for n in range(3)}
 
 
 def save(path, **arrays) -> None:
-    meta = arrays.pop("meta", {"format": 1, "layers": [1], "rows": 4})
+    meta = arrays.pop("meta", {"format": 2, "layers": [1], "rows": 4})
     np.savez(path, meta=np.array(json.dumps(meta)), **arrays)
 
 
@@ -29,27 +29,43 @@ def lookahead(path) -> Lookahead:
 
 
 STREAMS = torch.arange(8.0).flip(0)[None, None]  # expert 0 first
-X, IDS = torch.ones(1, 4), np.array([[2, 5]], np.int32)
+X = torch.ones(1, 4)
 
 
-def test_a_correction_adds_what_input_and_picks_say(tmp_path) -> None:
-    weight = np.zeros((12, 8), np.float32)
-    weight[0, 6] = 20.0  # of the input
-    weight[4 + 5, 7] = 30.0  # of pick 5
+def a_token(ahead: Lookahead, x: torch.Tensor | None = X) -> list[tuple[int, list[int]]]:
+    """Guesses of one token for layers 1 and 2."""
+    guesses = ahead.predict(0, STREAMS, x) + ahead.predict(1, STREAMS, x)
+    ahead.predict(2, STREAMS, x)
+    ahead.forget()
+    return guesses
+
+
+def test_a_correction_adds_what_the_token_before_says(tmp_path) -> None:
+    weight = np.zeros((4, 8), np.float32)
+    weight[0, 6], weight[3, 7] = 20.0, 30.0
     save(tmp_path / "a.npz", weight_1=weight, bias_1=np.zeros(8, np.float32))
     ahead = lookahead(tmp_path / "a.npz")
-    assert ahead.predict(0, STREAMS, X, IDS) == [(1, [7, 6])]
-    assert ahead.predict(1, STREAMS, X, IDS) == [(2, [0, 1])]  # none for this layer
-    assert ahead.predict(0, STREAMS) == [(1, [0, 1])]
+    plain = [(1, [0, 1]), (2, [0, 1])]
+    assert a_token(ahead) == plain  # there was no token before
+    assert a_token(ahead) == [(1, [7, 6]), (2, [0, 1])]  # none for layer 2
+    assert a_token(ahead, torch.zeros(1, 4)) == [(1, [7, 6]), (2, [0, 1])]
+    assert a_token(ahead) == plain
+    rows = STREAMS.expand(3, 1, 8)
+    assert ahead.predict(0, rows, X.expand(3, 4)) == [(1, [0, 1])]  # single rows only
+    prompt = torch.tensor([[0.0] * 4, [0.0, 0, 0, 1.0]])
+    ahead.predict(1, rows[:2], prompt)  # a prompt's last row is the token before
+    ahead.forget()
+    assert ahead.predict(0, STREAMS, X) == [(1, [7, 0])]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "arrays",
     [
-        {"weight_1": np.zeros((12, 8)), "bias_1": np.zeros(7)},
-        {"weight_1": np.full((12, 8), np.nan), "bias_1": np.zeros(8)},
-        {"weight_1": np.zeros((12, 8))},
+        {"weight_1": np.zeros((4, 8)), "bias_1": np.zeros(7)},
+        {"weight_1": np.full((4, 8), np.nan), "bias_1": np.zeros(8)},
+        {"weight_1": np.zeros((4, 8))},
+        {"meta": {"format": 1, "layers": []}},
         {"meta": {"format": 9, "layers": []}},
         {"meta": [], "weight_1": np.zeros(3)},
     ],
@@ -67,8 +83,8 @@ def test_missing_damaged_and_foreign_files_are_left_out(tmp_path, caplog) -> Non
     assert load_corrections(tmp_path / "a.npz", "cpu") == {}
     save(tmp_path / "b.npz", weight_1=np.ones((40, 32)), bias_1=np.ones(32))  # another model's
     ahead = lookahead(tmp_path / "b.npz")
-    for _ in range(2):
-        assert ahead.predict(0, STREAMS, X, IDS) == [(1, [0, 1])]
+    for _ in range(3):
+        assert a_token(ahead) == [(1, [0, 1]), (2, [0, 1])]
     assert caplog.text.count("other sizes") == 1
 
 
@@ -93,12 +109,14 @@ def test_drift_learns_what_predictions_are_short_of() -> None:
 def test_the_fit_finds_a_linear_relation() -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((400, 4)).astype(np.float32)
-    ids = np.sort(rng.permuted(np.tile(np.arange(8), (400, 1)), axis=1)[:, :2], axis=1)
     early = rng.standard_normal((400, 8)).astype(np.float32)
-    truth = early + 3 * x[:, :1] * np.arange(8, dtype=np.float32) + (ids[:, :1] == 2)
-    noted = {1: {"early": early, "truth": truth, "x": x, "ids": ids}}
+    truth = early + 3 * x[:, :1] * np.arange(8, dtype=np.float32)
+    same = early.copy()
+    noted = {n: {"early": early, "truth": t, "x": x} for n, t in ((1, truth), (2, same))}
     arrays, rows = fit(noted, 2, 0.001)
     assert rows[0]["fitted@k"] > 0.95 > rows[0]["plain@k"]
-    assert arrays["weight_1"].shape == (12, 8)
+    assert arrays["weight_1"].shape == (4, 8)
+    assert json.loads(str(arrays["meta"]))["layers"] == [1]  # nothing to gain for layer 2
+    assert rows[1]["fitted@k"] == rows[1]["drift@k"]
     weight, bias = ridge(x, x @ np.ones((4, 2), np.float32) + 1, 1e-6)
     assert np.allclose(weight, 1, atol=1e-3) and np.allclose(bias, 1, atol=1e-3)

@@ -74,6 +74,20 @@ def test_off_evaluates_nothing() -> None:
         assert (counters.predicted, counters.picked) == (0, 0)
 
 
+def test_streams_are_only_made_where_something_is_guessed() -> None:
+    made = []
+
+    def ahead() -> Tensor:
+        made.append(0)
+        return streams(ROW)
+
+    lookahead, _ = make(Routers())
+    assert lookahead.look(4, ahead) == []
+    assert not made
+    ((target, scores),) = lookahead.look(0, ahead)
+    assert (target, scores.shape, len(made)) == (1, (1, 8), 1)
+
+
 def test_rows_are_merged_by_score_with_ties_to_the_lower_number() -> None:
     routers = Routers()
     routers.scores[1] = torch.tensor(

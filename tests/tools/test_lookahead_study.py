@@ -9,11 +9,11 @@ from lookahead_study import Seen, Tally, study
 
 
 async def test_fitting_notes_every_routed_layer() -> None:
-    noted, top_k = await fit_lookahead.collect(None, ["Once upon a time"], 4)
-    assert sorted(noted) == [2, 3, 4, 5, 6, 7]
+    noted, top_k = await fit_lookahead.collect(None, ["Once upon a time"], 5)
+    assert sorted(noted) == [2, 3, 4, 5, 6, 7] and top_k == 4
     n_rows = {len(values) for rows in noted.values() for values in rows.values()}
-    assert len(n_rows) == 1 and n_rows.pop() > 4  # the prompt's rows and the answer's
-    assert noted[2]["ids"].shape[1] == top_k
+    assert n_rows == {4}  # the answer's, but for the last token, which no step takes in
+    assert noted[2]["truth"].shape == noted[2]["early"].shape
 
 
 async def test_all_sources_are_asked_and_know_more_than_chance() -> None:
@@ -21,14 +21,15 @@ async def test_all_sources_are_asked_and_know_more_than_chance() -> None:
     rows, miss_rate = study(watching.seen, watching.n_experts, watching.top_k, 0.2, 2)
     assert 0 < miss_rate < 1
     found = {(row["source"], row["depth"], row["width"]): row for row in rows}
-    for source in ("present", "shared", "drift", "union"):
+    for source in ("present", "shared", "drift", "late", "union"):
         assert found[source, 1, 1.0]["recall"] > 2 * watching.top_k / watching.n_experts
         recalls = [found[source, 1, width]["recall"] for width in lookahead_study.WIDTHS]
         assert recalls == sorted(recalls)
-        assert (source, 3, 3.0) in found
-    assert found["union", 1, 1.0]["recall"] >= found["drift", 1, 1.0]["recall"]
+        assert ((source, 3, 3.0) in found) == (source != "late")
+    assert found["union", 1, 1.0]["recall"] >= found["late", 1, 1.0]["recall"]
+    assert found["late", 1, 1.0]["recall"] > found["drift", 1, 1.0]["recall"]
     leads = lookahead_study.leads_us(trace)
-    assert 0 < leads["1"] < leads["2"] < leads["3"] < leads["history"]
+    assert 0 < leads["late"] < leads["1"] < leads["2"] < leads["3"] < leads["history"]
 
 
 def test_shares_by_hand() -> None:
