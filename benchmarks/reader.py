@@ -3,10 +3,11 @@
     python benchmarks/reader.py [--file F | --size 1GiB --dir D] [--depth 8] [--repeats 5]
 
 Both read the whole file once per run, directly, at random offsets, in two shapes: blocks of 4 MiB
-one by one, and objects of three blocks of 4.25 MiB as the pipeline reads them. Runs of ours and of
-fio alternate, so that a drive whose speed drifts hurts both. Where fio is not installed only ours
-is measured. Prints a table, and one JSON line last. CPU seconds are of the whole process; fio's
-include its start and the filling of its buffers, ours only the reading.
+one by one, and objects of three blocks of 4.25 MiB as the pipeline reads them. Runs of our backends
+and of fio's engines alternate, so that a drive whose speed drifts hurts all. Where fio is not
+installed only ours are measured. Prints a table, and one JSON line last. CPU seconds are of the
+whole process, the kernel's workers for it included; fio's include its start and the filling of its
+buffers, ours only the reading.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from aprefetch.config import parse_bytes
-from aprefetch.pipeline.reader import Priority, ReadJob, ThreadReader
+from aprefetch.pipeline.io.uring import why_refused
+from aprefetch.pipeline.reader import Priority, ReadJob, make_reader
 from aprefetch.stats import Counters
 from aprefetch.types import AlignedRead, ExpertKey
 
@@ -100,10 +102,10 @@ def jobs_of(path: Path, shape: Shape, seed: int) -> list[tuple[AlignedRead, ...]
     return jobs
 
 
-async def run_ours(path: Path, shape: Shape, depth: int, seed: int) -> Run:
-    """Read the file with `ThreadReader`; as many landing slots as keep the queue filled."""
+async def run_ours(path: Path, shape: Shape, depth: int, seed: int, backend: str) -> Run:
+    """Read the file with our reader; as many landing slots as keep the queue filled."""
     counters = Counters()
-    reader = ThreadReader([path], counters=counters, queue_depth=depth)
+    reader = make_reader([path], backend=backend, counters=counters, queue_depth=depth)
     job_bytes = shape.block_bytes * shape.blocks_per_job
     n_slots = 2 * depth
     memory = mmap.mmap(-1, n_slots * job_bytes)
@@ -172,25 +174,30 @@ def run_fio(path: Path, shape: Shape, depth: int, seed: int, engine: str) -> Run
     return Run(rate, cpu_s / (read["io_bytes"] / 1e9))
 
 
-def measure(path: Path, depth: int, repeats: int, engines: list[str]) -> list[dict[str, object]]:
-    """All shapes, ours and fio's engines in turn; medians."""
+def measure(
+    path: Path, depth: int, repeats: int, backends: list[str], engines: list[str]
+) -> list[dict[str, object]]:
+    """All shapes, our backends and fio's engines in turn; medians."""
     rows = []
+    ours = [f"aprefetch {backend}" for backend in backends]
     for shape in SHAPES:
-        runs: dict[str, list[Run]] = {name: [] for name in ("aprefetch", *engines)}
+        names = (*ours, *(f"fio {engine}" for engine in engines))
+        runs: dict[str, list[Run]] = {name: [] for name in names}
         for seed in range(repeats):
             order = list(runs)
             random.Random(seed).shuffle(order)
             for name in order:
-                if name == "aprefetch":
-                    runs[name].append(asyncio.run(run_ours(path, shape, depth, seed)))
+                who, how = name.split()
+                if who == "aprefetch":
+                    runs[name].append(asyncio.run(run_ours(path, shape, depth, seed, how)))
                 else:
-                    runs[name].append(run_fio(path, shape, depth, seed, name))
+                    runs[name].append(run_fio(path, shape, depth, seed, how))
         for name, of_name in runs.items():
             rates = [run.rate for run in of_name]
             rows.append(
                 {
                     "shape": shape.name,
-                    "reader": name if name == "aprefetch" else f"fio {name}",
+                    "reader": name,
                     "gb_per_s": round(statistics.median(rates), 3),
                     "slowest": round(min(rates), 3),
                     "fastest": round(max(rates), 3),
@@ -198,8 +205,8 @@ def measure(path: Path, depth: int, repeats: int, engines: list[str]) -> list[di
                     # per repeat, since the drive drifts between repeats
                     "ours_to_this": round(
                         statistics.median(
-                            ours.rate / other.rate
-                            for ours, other in zip(runs["aprefetch"], of_name, strict=True)
+                            one.rate / other.rate
+                            for one, other in zip(runs[ours[-1]], of_name, strict=True)
                         ),
                         3,
                     ),
@@ -208,11 +215,11 @@ def measure(path: Path, depth: int, repeats: int, engines: list[str]) -> list[di
     return rows
 
 
-def overhead_us(path: Path, n_jobs: int = 2000) -> float:
+def overhead_us(path: Path, backend: str, n_jobs: int = 2000) -> float:
     """CPU microseconds of the loop's thread per job of one 4 KiB read, submit to done."""
 
     async def run() -> float:
-        reader = ThreadReader([path], counters=Counters())
+        reader = make_reader([path], backend=backend, counters=Counters())
         memory = memoryview(mmap.mmap(-1, 4096))
         finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         n_left = n_jobs
@@ -243,12 +250,16 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    engines = ["libaio", "psync"] if shutil.which("fio") else []
+    refused = why_refused()
+    backends = ["threads"] if refused else ["threads", "io_uring"]
+    if refused:
+        print(f"threads alone: {refused}", file=sys.stderr)
+    engines = [*backends[1:], "libaio", "psync"] if shutil.which("fio") else []
     if not engines:
         print("fio is not installed: measuring aprefetch alone", file=sys.stderr)
     with sample_file(options.file, options.dir, parse_bytes(options.size)) as path:
-        rows = measure(path, options.depth, options.repeats, engines)
-        loop_us = overhead_us(path)
+        rows = measure(path, options.depth, options.repeats, backends, engines)
+        loop_us = {backend: round(overhead_us(path, backend), 1) for backend in backends}
         n_bytes = path.stat().st_size
     heads = ("shape", "reader", "gb_per_s", "slowest", "fastest", "cpu_s_per_gb", "ours_to_this")
     print("".join(f"{head:<22}" if i < 2 else f"{head:>14}" for i, head in enumerate(heads)))
@@ -257,13 +268,14 @@ def main() -> None:
         print(
             "".join(f"{cell!s:<22}" if i < 2 else f"{cell!s:>14}" for i, cell in enumerate(cells))
         )
-    print(f"\nloop thread: {loop_us:.1f} us CPU per job of one read")
+    texts = (f"{name} {us}" for name, us in loop_us.items())
+    print(f"\nloop thread: us CPU per job of one 4 KiB read: {', '.join(texts)}")
     summary = {
         "benchmark": "reader",
         "file_bytes": n_bytes,
         "depth": options.depth,
         "repeats": options.repeats,
-        "loop_us_per_job": round(loop_us, 1),
+        "loop_us_per_job": loop_us,
         "rows": rows,
     }
     print(json.dumps(summary))

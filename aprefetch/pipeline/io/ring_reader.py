@@ -8,8 +8,9 @@ A read that brings all that is needed is over. Anything else (a short read, any 
 has changed) goes to `OpenFile.fetch` with what came of it, on one thread that exists from the first
 such read on: retries, falling back and errors are the same for every backend, and in one place.
 
-Files that play a drive (`PacedFiles`) are read at its pace: beside each request goes another that
-ends when the drive would be done, and the read is over when both are.
+Files that play a drive (`PacedFiles`) are read at its pace: each read has a timer in a second ring,
+which ends when the drive would be done, and the read is over when both are. The loop watches the
+timers alone, unless a read is late: the drive that is played would not wake it twice.
 """
 
 from __future__ import annotations
@@ -61,27 +62,44 @@ class RingReader(JobQueue):
         if not is_transparent(files):
             raise RingRefused(0, f"{type(files).__name__} must see every read")
         depth = options.get("queue_depth", 8)
-        self._drive = getattr(files, "drive", None)
-        self._ring = make_ring(2 * depth, depth)  # a read and its timer
+        drive = getattr(files, "drive", None)
+        self._due_ns: Callable[[int, int], int] | None = None if drive is None else drive.due_ns
+        self._ring = make_ring(depth, depth)
+        self._timers: Ring | None = None
         try:
             super().__init__(paths, **options)
             try:
-                self._loop.add_reader(self._ring.fd, self._reap)
-            except NotImplementedError as error:
+                self._watch()
+            except BaseException:
                 self._close_files()
-                text = f"{type(self._loop).__name__} cannot watch descriptors"
-                raise RingRefused(0, text) from error
+                raise
         except BaseException:
-            self._ring.close()
+            self._close_rings()
             raise
         # Requests that are open have a place each, the number of which is in their tag.
         self._parts: list[Part | None] = [None] * depth
         self._is_direct = [False] * depth
         self._outcomes = [0] * depth
         self._n_awaited = [0] * depth  # outcomes: one, or two with a timer
+        self._n_late = 0  # reads whose timer has ended before them
         self._places = list(range(depth))
         self._mender = _Mender(self._call_loop, self._mended)
         _alive.add(self)
+
+    def _watch(self) -> None:
+        if self._due_ns is not None:
+            self._timers = Ring(self.queue_depth)
+        watched = self._ring if self._timers is None else self._timers
+        try:
+            self._loop.add_reader(watched.fd, self._reap)
+        except NotImplementedError as error:
+            text = f"{type(self._loop).__name__} cannot watch descriptors"
+            raise RingRefused(0, text) from error
+
+    def _close_rings(self) -> None:
+        self._ring.close()
+        if self._timers is not None:
+            self._timers.close()
 
     def submit(self, job: ReadJob) -> None:
         """See `JobQueue`. What there is room for is with the kernel when this returns."""
@@ -98,14 +116,17 @@ class RingReader(JobQueue):
         if self._ring.fd < 0:
             return
         self._loop.remove_reader(self._ring.fd)
-        self._ring.close()
+        if self._timers is not None:
+            self._loop.remove_reader(self._timers.fd)
+        self._close_rings()
         self._mender.close()
         _alive.discard(self)
         super()._end_closing()
 
     def _dispatch(self) -> None:
         """Hand the most urgent reads to the kernel, as many as there is room for."""
-        ring, drive, now_ns = self._ring, self._drive, time.perf_counter_ns()
+        ring, timers, due_ns = self._ring, self._timers, self._due_ns
+        now_ns = time.perf_counter_ns()
         n_requests = 0
         while self._n_in_flight < self.queue_depth:
             part = self._next()
@@ -123,20 +144,26 @@ class RingReader(JobQueue):
             self._is_direct[place] = file.is_direct
             self._n_awaited[place] = 1
             ring.read(2 * place, fd, part.address, part.length, part.offset)
-            if drive is not None:
+            if timers is not None and due_ns is not None:
                 self._n_awaited[place] = 2
-                ring.wake(2 * place + _TIMER, drive.due_ns(now_ns, part.length))
+                timers.wake(2 * place + _TIMER, due_ns(now_ns, part.length))
             n_requests += 1
         if n_requests:
             for tag in ring.submit():
                 self._arrive(tag, _NOT_READ)
+            if timers is not None:
+                for tag in timers.submit():
+                    self._arrive(tag, 0)
 
     def _reap(self) -> None:
         """The ring's descriptor is readable: account for all that has ended."""
         self._is_report_due = True  # at the end
         checked: OpenFile | None = None  # for changes, after the reads that are accounted for
         now_ns = time.perf_counter_ns()
-        for tag, outcome in self._ring.reap():
+        ended = self._ring.reap()
+        if self._timers is not None:
+            ended += self._timers.reap()
+        for tag, outcome in ended:
             part = self._arrive(tag, outcome)
             if part is None:
                 continue
@@ -154,11 +181,21 @@ class RingReader(JobQueue):
     def _arrive(self, tag: int, outcome: int) -> Part | None:
         """One outcome. Returns its read if that is over and all that is needed has come."""
         place = tag >> 1
-        if not tag & _TIMER:
-            self._outcomes[place] = outcome
         self._n_awaited[place] -= 1
-        if self._n_awaited[place]:
-            return None
+        if tag & _TIMER:
+            if self._n_awaited[place]:
+                self._n_late += 1
+                if self._n_late == 1:
+                    self._loop.add_reader(self._ring.fd, self._reap)
+                return None
+        else:
+            self._outcomes[place] = outcome
+            if self._n_awaited[place]:
+                return None
+            if self._timers is not None:
+                self._n_late -= 1
+                if self._n_late == 0:
+                    self._loop.remove_reader(self._ring.fd)
         part = self._parts[place]
         assert part is not None
         self._parts[place] = None
