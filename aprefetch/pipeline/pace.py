@@ -62,7 +62,7 @@ class Pace:
 
     def _look(self) -> tuple[int, int, int, int]:
         c = self._counters
-        return c.stall_ns, c.read_busy_ns, c.bytes_read, c.misses_ram
+        return c.stall_ns, c.read_busy_ns, c.bytes_read, c.misses_device
 
     def shares(self, layer: int, depth: int, n_ranks: int, top_k: int) -> list[float]:
         """Running shares of guesses that came true, by rank; at least `n_ranks` of them."""

@@ -16,7 +16,7 @@ def steps(
         counters.read_busy_ns += int(busy * ms * MS)
         counters.stall_ns += int(stall * ms * MS)
         counters.bytes_read += 1_000_000
-        counters.misses_ram += 4
+        counters.misses_device += 4
         pace.end_step(int(ms * MS), n_issued=1)
 
 
