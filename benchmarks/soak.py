@@ -44,7 +44,7 @@ import torch
 
 from aprefetch import Runtime, embedded
 from aprefetch.config import parse_bytes
-from aprefetch.errors import AprefetchError, DeadlineError, RequestError
+from aprefetch.errors import DeadlineError, RequestError
 from aprefetch.pipeline.io.wrappers import PacedFiles
 from aprefetch.pipeline.reader import make_reader
 from aprefetch.pipeline.slots import SlotState
@@ -143,6 +143,13 @@ def resident_bytes() -> int:
     return 0
 
 
+def process_age_s() -> float:
+    """Seconds since this process began, imports included."""
+    fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    up_s = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    return max(0.0, up_s - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+
+
 @dataclass
 class Load:
     """Sends requests to a runtime, and knows what came of them."""
@@ -194,7 +201,7 @@ class Load:
             self.n_begun += 1
             try:
                 outcome = await getattr(self, f"_{kind}")()
-            except AprefetchError as error:
+            except Exception as error:
                 outcome = "failed"
                 self.wrong.append(f"{kind}: {type(error).__name__}: {error}")
             self.outcomes[f"{kind}: {outcome}"] += 1
@@ -235,16 +242,18 @@ class Load:
     async def _cancel(self) -> str:
         begin = self._generate if self.rng.random() < 0.7 else self._stream
         task = asyncio.create_task(begin())
-        if self.rng.random() < 0.3:  # mostly before its first layer is through
-            for _ in range(self.rng.randrange(200)):
-                await asyncio.sleep(0)
-        else:
-            await asyncio.sleep(self.rng.random() ** 2 * 1.5 * self.typical_s)
-        task.cancel()
         try:
-            await task
-        except asyncio.CancelledError:
+            if self.rng.random() < 0.3:  # mostly before its first layer is through
+                for _ in range(self.rng.randrange(200)):
+                    await asyncio.sleep(0)
+            else:
+                await asyncio.sleep(self.rng.random() ** 2 * 1.5 * self.typical_s)
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+        if task.cancelled():
             return "cancelled"
+        task.result()
         return "done before"
 
     async def _deadline(self) -> str:
@@ -394,11 +403,12 @@ async def soak(rt: Runtime, args: argparse.Namespace, started_s: float) -> dict[
                 with contextlib.suppress(TimeoutError):  # the clients are cancelled with it
                     async with asyncio.timeout(max(0.1, end_s - time.perf_counter())):
                         await load.burst(until_n - load.n_begun)
+            if not rt.is_open or len(load.wrong) > 20:
+                load.wrong.append("given up" if rt.is_open else "the runtime failed")
+                break
             outcome = await load._probe()
             load.outcomes[f"probe at rest: {outcome}"] += 1
             _row(await watch.rest())
-            if len(load.wrong) > 20:
-                break
     finally:
         peaks.cancel()
     return _summary(rt, load, watch, args)
@@ -527,8 +537,8 @@ async def run(args: argparse.Namespace, started_s: float) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command."""
-    started_s = time.perf_counter()
+    """The command. Minutes count from the start of the process if there are no arguments here."""
+    started_s = time.perf_counter() - (process_age_s() if argv is None else 0.0)
     args = _arguments(argv)
     result = asyncio.run(run(args, started_s))
     result["seconds_in_all"] = round(time.perf_counter() - started_s, 1)
