@@ -1,6 +1,6 @@
 """Reading into pinned memory beside the drive's ceiling; uploads while reads go on.
 
-    python benchmarks/gpu_io.py /data/flash.gguf [--device cpu] [--depths 8,16] [--seconds 1.5]
+    python benchmarks/gpu_io.py /data/flash.gguf [--device cpu] [--depths 8,16] [--out FILE]
 
 Reading: plain loops of direct `preadv` on 1 to 16 threads in blocks of 1, 4 and 16 MiB at random
 offsets are tried once each; the two best then take turns with our reader, which reads experts as
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import itertools
 import json
@@ -39,7 +40,7 @@ from torch import Tensor
 from aprefetch.config import RuntimeConfig, parse_bytes
 from aprefetch.errors import AprefetchError
 from aprefetch.models import registry
-from aprefetch.pipeline.reader import Priority, ReadJob, ThreadReader
+from aprefetch.pipeline.reader import Priority, Reader, ReadJob, make_reader
 from aprefetch.plan import open_device
 from aprefetch.stats import Counters
 from aprefetch.storage import GgufExperts, direct_io_alignment, open_source
@@ -147,11 +148,13 @@ def plain_gbps(
 class Reading:
     """Our reader, kept full: every slot of `view` is read into again and again."""
 
-    def __init__(self, reader: ThreadReader, objects: Objects, view: memoryview, seed: int) -> None:
+    def __init__(
+        self, reader: Reader, depth: int, objects: Objects, view: memoryview, seed: int
+    ) -> None:
         self._reader, self._objects = reader, objects
         self._rng = random.Random(seed)
         size = objects.landing_bytes
-        n_slots = min(len(view) // size, 2 * reader.queue_depth)
+        n_slots = min(len(view) // size, 2 * depth)
         self._slots = [view[i * size : (i + 1) * size] for i in range(n_slots)]
         self._n_open = 0
         self._idle: asyncio.Future[None] | None = None
@@ -274,12 +277,13 @@ class Bench:
         view: memoryview = self.arena.view
         return view
 
-    def _reader(self, depth: int, counters: Counters) -> ThreadReader:
+    def _reader(self, backend: str, depth: int, counters: Counters) -> Reader:
         """As the runtime makes it."""
-        config = RuntimeConfig.build(queue_depth=depth).reader
+        config = RuntimeConfig.build(queue_depth=depth, reader_backend=backend).reader
         slice_bytes = config.slice_bytes if isinstance(config.slice_bytes, int) else None
-        return ThreadReader(
+        return make_reader(
             self.objects.paths,
+            backend=config.backend,
             counters=counters,
             queue_depth=config.queue_depth,
             strict_direct=config.strict_direct,
@@ -288,11 +292,11 @@ class Bench:
             retries=config.retries,
         )
 
-    async def ours_gbps(self, depth: int, seconds: float, seed: int) -> float:
+    async def ours_gbps(self, backend: str, depth: int, seconds: float, seed: int) -> float:
         """Our reader into the whole arena."""
         counters = Counters()
-        reader = self._reader(depth, counters)
-        reading = Reading(reader, self.objects, self.view, seed)
+        reader = self._reader(backend, depth, counters)
+        reading = Reading(reader, depth, self.objects, self.view, seed)
         begin_s = time.perf_counter()
         reading.begin()
         await asyncio.sleep(seconds)
@@ -302,9 +306,18 @@ class Bench:
         self.n_fallbacks += counters.fallback_count
         return counters.bytes_read / elapsed_s / 1e9
 
-    def timed_ours(self, depth: int, seconds: float, seed: int) -> float:
+    def timed_ours(self, backend: str, depth: int, seconds: float, seed: int) -> float:
         """`ours_gbps` on a loop of its own."""
-        return asyncio.run(self.ours_gbps(depth, seconds, seed))
+        return asyncio.run(self.ours_gbps(backend, depth, seconds, seed))
+
+    async def backends(self) -> list[str]:
+        """Those that this machine has."""
+        found = []
+        for name in ("io_uring", "threads"):
+            with contextlib.suppress(AprefetchError):
+                await self._reader(name, 1, Counters()).aclose()
+                found.append(name)
+        return found
 
     def reading(self) -> dict[str, Any]:
         """Plain loops and ours."""
@@ -324,14 +337,16 @@ class Bench:
         turns: dict[Any, Callable[[int], float]] = {}
         for threads, block in best:
             turns[threads, block] = functools.partial(plain, threads, block, seconds)
-        for depth in self.args.depths:
-            turns[depth] = functools.partial(self.timed_ours, depth, seconds)
+        backends = self.args.backends or asyncio.run(self.backends())
+        for name in backends:
+            for depth in self.args.depths:
+                turns[name, depth] = functools.partial(self.timed_ours, name, depth, seconds)
         rates = _in_turns(turns, rounds)
         ceiling = max(statistics.median(rates[shape]) for shape in best)
         rows = []
         for key, found in rates.items():
-            is_ours = isinstance(key, int)
-            name = f"ours, depth {key}" if is_ours else f"{key[0]} x {key[1] // MIB} MiB"
+            is_ours = key not in best
+            name = f"ours, {key[0]}, depth {key[1]}" if is_ours else _shape_name(*key)
             rows.append(_read_row(name, found, ceiling, is_ours))
         ours = max(row["of_ceiling"] for row in rows if row["ours"])
         return {"rows": rows, "ceiling_gbps": round(ceiling, 3), "best_of_ceiling": ours}
@@ -347,8 +362,10 @@ class Bench:
 
         async def with_reads() -> float:
             counters = Counters()
-            reader = self._reader(max(self.args.depths), counters)
-            reading = Reading(reader, self.objects, self.view[half:], 7)
+            depth = max(self.args.depths)
+            backend = self.args.backends[0] if self.args.backends else "auto"
+            reader = self._reader(backend, depth, counters)
+            reading = Reading(reader, depth, self.objects, self.view[half:], 7)
             reading.begin()
             begin_s = time.perf_counter()
             try:
@@ -377,6 +394,10 @@ class Bench:
             "read_gbps_beside": round(statistics.median(beside), 3),
             "beside_reads_of_ceiling": rows[-1]["of_ceiling"],
         }
+
+
+def _shape_name(n_threads: int, block_bytes: int) -> str:
+    return f"plain, {n_threads} x {block_bytes // MIB} MiB"
 
 
 def _in_turns(turns: dict[Any, Callable[[int], float]], rounds: int) -> dict[Any, list[float]]:
@@ -461,6 +482,10 @@ def main() -> int:
     return 0
 
 
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
 def _depths(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
@@ -470,8 +495,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("path", type=Path, help="a model, or any large file")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--depths", type=_depths, default=[8, 16], help="queue depths of ours")
-    parser.add_argument("--seconds", type=float, default=1.5, help="of one measurement")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--backends", type=_names, help="of ours; default: all that there are")
+    parser.add_argument("--seconds", type=float, default=1.2, help="of one measurement")
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--arena", type=parse_bytes, default=1 << 30, help="landing memory")
     parser.add_argument("--out", type=Path, help="write the JSON there, too")
     return parser.parse_args()

@@ -78,7 +78,8 @@ TOLERANCES = {
     "gpu_reserved_bytes": Tolerance(64 * MIB, 0.02),
     "gpu_used_bytes": Tolerance(64 * MIB, 0.02),
     "gpu_pinned_bytes": Tolerance(8 * MIB),
-    "n_objects": Tolerance(6000, 0.02),  # kept states are bounded by bytes, not by number
+    # Kept states are bounded by bytes, not by number; up to 4096 shapes of tensors are remembered.
+    "n_objects": Tolerance(6000, 0.02),
     "n_descriptors": Tolerance(0),
     "n_threads": Tolerance(0),
     "n_tasks": Tolerance(0),
