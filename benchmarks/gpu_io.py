@@ -27,7 +27,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ from aprefetch.config import RuntimeConfig, parse_bytes
 from aprefetch.errors import AprefetchError
 from aprefetch.models import registry
 from aprefetch.pipeline.reader import Priority, Reader, ReadJob, make_reader
+from aprefetch.pipeline.uploader import ordered_copies
 from aprefetch.plan import open_device
 from aprefetch.stats import Counters
 from aprefetch.storage import GgufExperts, direct_io_alignment, open_source
@@ -49,7 +50,7 @@ from aprefetch.types import AlignedRead, ExpertKey, Piece, align_up
 MIB = 1 << 20
 THREADS = (1, 2, 4, 8, 16)
 BLOCKS = (1 * MIB, 4 * MIB, 16 * MIB)
-UPLOADS_UNDER_WAY = 4
+UNDER_WAY_BYTES = 64 * MIB
 _BLOCK_BYTES, _BLOCKS_PER_OBJECT = 4352 * 1024, 3
 
 
@@ -190,55 +191,66 @@ class Reading:
 
 
 class Uploading:
-    """The product's copies of whole experts, `UPLOADS_UNDER_WAY` at a time."""
+    """The product's copies of whole experts, some on their way at a time."""
 
     def __init__(self, device: Any, objects: Objects, landing: Tensor, slots: Tensor) -> None:
         self._device, self._objects = device, objects
         self._landing, self._slots = landing, slots
         self._n_landing = landing.numel() // objects.landing_bytes
         self._n_slots = slots.numel() // objects.device_bytes
+        self._ordered = ordered_copies(device)
+        self._n_under_way = max(4, min(32, UNDER_WAY_BYTES // objects.payload_bytes))
 
-    def _copies(self, i: int) -> list[tuple[Tensor, Tensor]]:
+    def _start(self, i: int, done: Callable[[int, Exception | None], None]) -> None:
         # Any object's pieces: what lies in the slots does not matter here.
         source = i % self._n_landing * self._objects.landing_bytes
         target = i % self._n_slots * self._objects.device_bytes
         pieces = self._objects.all[i % len(self._objects.all)].pieces
-        return [
-            (
-                self._slots[target + p.device_offset : target + p.device_offset + p.n_bytes],
-                self._landing[source + p.landing_offset : source + p.landing_offset + p.n_bytes],
-            )
-            for p in pieces
-        ]
+        size = sum(p.n_bytes for p in pieces)
+        if self._ordered is None:
+            copies = [
+                (
+                    self._slots[target + p.device_offset : target + p.device_offset + p.n_bytes],
+                    self._landing[
+                        source + p.landing_offset : source + p.landing_offset + p.n_bytes
+                    ],
+                )
+                for p in pieces
+            ]
+            self._device.copy_async(copies, functools.partial(done, size))
+            return
+        source, target = source + self._landing.data_ptr(), target + self._slots.data_ptr()
+        ticket = self._ordered.enqueue_copies(
+            [(target + p.device_offset, source + p.landing_offset, p.n_bytes) for p in pieces]
+        )
+        self._device.when_done(ticket, functools.partial(done, size, None))
+        self._ordered.expedite()
 
     async def run(self, seconds: float) -> float:
         """GB/s over about so many seconds."""
         over = asyncio.get_running_loop().create_future()
         numbers = itertools.count()
-        n_bytes = n_open = 0
+        n_bytes, n_open = 0, self._n_under_way
         begin_s = time.perf_counter()
 
-        def start() -> None:
-            nonlocal n_open
-            copies = self._copies(next(numbers))
-            size = sum(dst.numel() for dst, _ in copies)
-            n_open += 1
+        def done(size: int, error: Exception | None) -> None:
+            nonlocal n_bytes, n_open
+            n_bytes += size
+            if error is None and time.perf_counter() - begin_s < seconds:
+                # Not from in here: the device may be calling several of these in a row.
+                loop.call_soon(self._start, next(numbers), done)
+                return
+            n_open -= 1
+            if over.done():
+                return
+            if error is not None:
+                over.set_exception(error)
+            elif not n_open:
+                over.set_result(None)
 
-            def done(error: Exception | None) -> None:
-                nonlocal n_bytes, n_open
-                n_bytes += size
-                n_open -= 1
-                if error is not None and not over.done():
-                    over.set_exception(error)
-                elif time.perf_counter() - begin_s < seconds:
-                    start()
-                elif not n_open and not over.done():
-                    over.set_result(None)
-
-            self._device.copy_async(copies, done)
-
-        for _ in range(UPLOADS_UNDER_WAY):
-            start()
+        loop = asyncio.get_running_loop()
+        for _ in range(self._n_under_way):
+            self._start(next(numbers), done)
         await over
         return n_bytes / (time.perf_counter() - begin_s) / 1e9
 
@@ -306,10 +318,6 @@ class Bench:
         self.n_fallbacks += counters.fallback_count
         return counters.bytes_read / elapsed_s / 1e9
 
-    def timed_ours(self, backend: str, depth: int, seconds: float, seed: int) -> float:
-        """`ours_gbps` on a loop of its own."""
-        return asyncio.run(self.ours_gbps(backend, depth, seconds, seed))
-
     async def backends(self) -> list[str]:
         """Those that this machine has."""
         found = []
@@ -319,7 +327,7 @@ class Bench:
                 found.append(name)
         return found
 
-    def reading(self) -> dict[str, Any]:
+    async def reading(self) -> dict[str, Any]:
         """Plain loops and ours."""
         largest = max(self.objects.paths, key=lambda path: path.stat().st_size)
         seconds, rounds = self.args.seconds, self.args.rounds
@@ -334,14 +342,14 @@ class Bench:
             cells = (f"{scan.get((t, block), float('nan')):>9.2f}" for t in THREADS)
             print(f"  {block // MIB:>2} MiB blocks  " + "".join(cells))
         best = sorted(scan, key=lambda shape: -scan[shape])[:2]
-        turns: dict[Any, Callable[[int], float]] = {}
-        for threads, block in best:
-            turns[threads, block] = functools.partial(plain, threads, block, seconds)
-        backends = self.args.backends or asyncio.run(self.backends())
-        for name in backends:
+        turns: dict[Any, Callable[[int], Awaitable[float]]] = {}
+        for shape in best:
+            loops = functools.partial(plain, *shape, seconds)
+            turns[shape] = functools.partial(asyncio.to_thread, loops)
+        for name in self.args.backends or await self.backends():
             for depth in self.args.depths:
-                turns[name, depth] = functools.partial(self.timed_ours, name, depth, seconds)
-        rates = _in_turns(turns, rounds)
+                turns[name, depth] = functools.partial(self.ours_gbps, name, depth, seconds)
+        rates = await _in_turns(turns, rounds)
         ceiling = max(statistics.median(rates[shape]) for shape in best)
         rows = []
         for key, found in rates.items():
@@ -351,16 +359,20 @@ class Bench:
         ours = max(row["of_ceiling"] for row in rows if row["ours"])
         return {"rows": rows, "ceiling_gbps": round(ceiling, 3), "best_of_ceiling": ours}
 
-    def upload(self) -> dict[str, Any]:
+    async def upload(self) -> dict[str, Any]:
         """Plain copies, the product's, and the product's beside reads."""
         half = align_up(self.arena.n_bytes // 2, self.objects.landing_bytes)
         uploading = Uploading(self.device, self.objects, self.arena.tensor[:half], self.slots)
         beside: list[float] = []
 
-        async def alone() -> float:
+        async def raw(_: int) -> float:
+            landing = self.arena.tensor[:half]
+            return raw_gbps(self.device, landing, self.slots, self.args.seconds)
+
+        async def alone(_: int) -> float:
             return await uploading.run(self.args.seconds)
 
-        async def with_reads() -> float:
+        async def with_reads(_: int) -> float:
             counters = Counters()
             depth = max(self.args.depths)
             backend = self.args.backends[0] if self.args.backends else "auto"
@@ -378,14 +390,9 @@ class Bench:
             beside.append(counters.bytes_read / elapsed_s / 1e9)
             return rate
 
-        turns: dict[str, Callable[[int], float]] = {
-            "plain copies of 16 MiB": lambda _: raw_gbps(
-                self.device, self.arena.tensor[:half], self.slots, self.args.seconds
-            ),
-            "ours, alone": lambda _: asyncio.run(alone()),
-            "ours, beside reads": lambda _: asyncio.run(with_reads()),
-        }
-        rates = _in_turns(turns, self.args.rounds)
+        turns = {"plain copies of 16 MiB": raw, "ours, alone": alone}
+        turns["ours, beside reads"] = with_reads
+        rates = await _in_turns(turns, self.args.rounds)
         ceiling = statistics.median(rates["plain copies of 16 MiB"])
         rows = [_read_row(name, found, ceiling, "ours" in name) for name, found in rates.items()]
         return {
@@ -400,14 +407,16 @@ def _shape_name(n_threads: int, block_bytes: int) -> str:
     return f"plain, {n_threads} x {block_bytes // MIB} MiB"
 
 
-def _in_turns(turns: dict[Any, Callable[[int], float]], rounds: int) -> dict[Any, list[float]]:
+async def _in_turns(
+    turns: Mapping[Any, Callable[[int], Awaitable[float]]], rounds: int
+) -> dict[Any, list[float]]:
     """Every measurement once per round, in an order that changes, after a round to warm up."""
     rates: dict[Any, list[float]] = {name: [] for name in turns}
     for seed in range(rounds + 1):
         order = list(turns)
         random.Random(seed).shuffle(order)
         for name in order:
-            rates[name].append(turns[name](seed))
+            rates[name].append(await turns[name](seed))
     return {name: found[1:] for name, found in rates.items()}
 
 
@@ -433,6 +442,15 @@ def _show(title: str, rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
+async def _both(bench: Bench) -> tuple[dict[str, Any], dict[str, Any]]:
+    reading = await bench.reading()
+    _show("reading", reading["rows"])
+    upload = await bench.upload()
+    _show("upload", upload["rows"])
+    print(f"reads beside the uploads: {upload['read_gbps_beside']:.2f} GB/s")
+    return reading, upload
+
+
 def main() -> int:
     """The command."""
     args = _arguments()
@@ -454,11 +472,7 @@ def main() -> int:
             f"; arena {arena.n_bytes / 1e6:.0f} MB ({pinned}); {label}"
         )
         bench = Bench(args, objects, device, arena, slots)
-        reading = bench.reading()
-        _show("reading", reading["rows"])
-        upload = bench.upload()
-        _show("upload", upload["rows"])
-        print(f"reads beside the uploads: {upload['read_gbps_beside']:.2f} GB/s")
+        reading, upload = asyncio.run(_both(bench))
         result = {
             "benchmark": "gpu_io",
             "file": args.path.name,
