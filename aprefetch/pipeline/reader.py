@@ -9,7 +9,7 @@ must hold; `make_reader` chooses.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ from aprefetch.pipeline.io.jobs import (
 )
 from aprefetch.pipeline.io.ring_reader import RingReader
 from aprefetch.pipeline.io.thread_reader import ThreadReader
-from aprefetch.pipeline.io.uring import RingRefused
+from aprefetch.pipeline.io.uring import Ring, RingRefused
 
 __all__ = [
     "Priority",
@@ -67,12 +67,19 @@ class Reader(Protocol):
         ...
 
 
-def make_reader(paths: Sequence[str | Path], *, backend: str = "auto", **options: Any) -> JobQueue:
+def make_reader(
+    paths: Sequence[str | Path],
+    *,
+    backend: str = "auto",
+    make_ring: Callable[[int, int], Ring] = Ring,
+    **options: Any,
+) -> JobQueue:
     """A reader of `paths`. Make it on a running event loop.
 
     Args:
         backend: "threads", "io_uring", or "auto": io_uring where the kernel allows it. Another
             choice by "auto" is no loss of bytes or speed worth counting: it is logged, once.
+        make_ring: See `RingReader`.
         options: For every backend, see `JobQueue`.
 
     Raises:
@@ -82,7 +89,7 @@ def make_reader(paths: Sequence[str | Path], *, backend: str = "auto", **options
     names = AUTO if backend == "auto" else (backend,)
     if "io_uring" in names:
         try:
-            return RingReader(paths, **options)
+            return RingReader(paths, make_ring=make_ring, **options)
         except RingRefused as error:
             reason = error.strerror or str(error)
             if "threads" not in names:

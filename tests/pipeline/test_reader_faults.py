@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from conformance.reader import SECTOR, Landing, Outcome, require_direct, span, write_files
+from rings import BACKENDS, JudgedRing
 
 from aprefetch.errors import ReadError
 from aprefetch.pipeline.io.wrappers import FaultFiles, RecordingFiles, ReorderFiles
-from aprefetch.pipeline.reader import Priority, ReadJob, ThreadReader
+from aprefetch.pipeline.reader import Priority, Reader, ReadJob, RingReader, ThreadReader
 from aprefetch.stats import Counters
 from aprefetch.types import ExpertKey
 
@@ -25,21 +26,23 @@ N_SECTORS = 32
 class Bench:
     """A reader over one file whose faults are planned, and a landing buffer for all of it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, backend: str) -> None:
+        self.backend = backend
         self.counters = Counters()
         ((self.path, self.data),) = write_files(folder, [N_SECTORS * SECTOR - 100])
         self.log = RecordingFiles()
         self.faults = FaultFiles(self.log)
         self.landing = Landing(N_SECTORS * SECTOR)
-        self._reader: ThreadReader | None = None
+        self._reader: Reader | None = None
 
-    def open(self, **options: Any) -> ThreadReader:
-        self._reader = ThreadReader(
-            [self.path],
-            counters=self.counters,
-            files=self.faults,
-            **{"backoff_s": 0.0001, **options},
-        )
+    def open(self, **options: Any) -> Reader:
+        options = {"backoff_s": 0.0001, "counters": self.counters, "files": self.faults} | options
+        if self.backend == "io_uring":
+            self.faults.is_transparent = True  # the ring sees to it
+            options["make_ring"] = lambda *sizes: JudgedRing(*sizes, faults=self.faults)
+            self._reader = RingReader([self.path], **options)
+        else:
+            self._reader = ThreadReader([self.path], **options)
         return self._reader
 
     async def read(self, n_reads: int = 1) -> BaseException | None:
@@ -65,10 +68,10 @@ class Bench:
         assert self.faults.n_open == self.log.n_open == 0
 
 
-@pytest_asyncio.fixture
-async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
+@pytest_asyncio.fixture(params=BACKENDS)
+async def bench(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     require_direct(tmp_path)
-    bench = Bench(tmp_path)
+    bench = Bench(tmp_path, request.param)
     yield bench
     await bench.aclose()
 
@@ -224,11 +227,12 @@ async def test_truncation_is_noticed(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-async def test_any_mix_of_faults(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_any_mix_of_faults(tmp_path: Path, seed: int, backend: str) -> None:
     """Either all bytes are right, or the error is typed; and afterwards all is well."""
     source = random.Random(seed)
     require_direct(tmp_path)
-    bench = Bench(tmp_path)
+    bench = Bench(tmp_path, backend)
     bench.faults = FaultFiles(ReorderFiles(bench.log, seed=seed, most_s=0.0005))
     bench.open(queue_depth=source.randint(1, 8), slice_bytes=source.choice([None, 3 * SECTOR]))
     plans: list[Callable[[], None]] = [

@@ -36,6 +36,8 @@ __all__ = [
 class FilesWrapper:
     """Passes everything on, and knows which path and mode a descriptor has."""
 
+    is_transparent = False  # reads by other means than `preadv` would not be seen
+
     def __init__(self, inner: Files | None = None) -> None:
         self._inner: Files = inner if inner is not None else PosixFiles()
         self._lock = threading.Lock()
@@ -170,7 +172,19 @@ class FaultFiles(FilesWrapper):
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See `Files`."""
-        length = sum(len(buffer) for buffer in buffers)
+        error, wanted = self._strike(fd, offset, sum(len(buffer) for buffer in buffers))
+        if error:
+            raise OSError(error, os.strerror(error))
+        # Direct reads must keep an aligned length: read all, tell of less.
+        return min(wanted, super().preadv(fd, buffers, offset)) if wanted else 0
+
+    def judge(self, fd: int, offset: int, length: int, outcome: int) -> int:
+        """What becomes of a read made by other means; outcomes are bytes or a negative errno."""
+        error, wanted = self._strike(fd, offset, length)
+        return -error if error else min(wanted, outcome)
+
+    def _strike(self, fd: int, offset: int, length: int) -> tuple[int, int]:
+        """The errno that a read raises, and the most bytes that it brings."""
         with self._lock:
             path, direct = self._opened[fd]
             n_read = self._n_reads
@@ -181,13 +195,10 @@ class FaultFiles(FilesWrapper):
                 fault.times -= 1
                 self.n_struck += 1
             end = self._sizes.get(path)
-        if fault is not None and fault.errno:
-            raise OSError(fault.errno, os.strerror(fault.errno))
-        wanted = length if fault is None else min(length, fault.short_bytes)
+        wanted = length if fault is None or fault.errno else min(length, fault.short_bytes)
         if end is not None:
             wanted = max(0, min(wanted, end - offset))
-        # Direct reads must keep an aligned length: read all, tell of less.
-        return min(wanted, super().preadv(fd, buffers, offset)) if wanted else 0
+        return (0 if fault is None else fault.errno), wanted
 
     def fstat(self, fd: int) -> FileStatus:
         """See `Files`."""
