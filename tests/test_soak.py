@@ -22,20 +22,20 @@ MIB = 1 << 20
 def test_mixed_requests_with_cancels_leave_nothing_over(tmp_path, capsys) -> None:
     out = tmp_path / "soak.json"
     code = soak.main(
-        ["--device", "cpu", "--requests", "60", "--rests", "10", "--most-tokens", "120",
+        ["--device", "cpu", "--requests", "40", "--rests", "10", "--most-tokens", "80",
          "--seed", "3", "--out", str(out)]
     )  # fmt: skip
     printed = capsys.readouterr().out
     result = json.loads(out.read_text())
     assert json.loads(printed.splitlines()[-1]) == result
     assert result["wrong"] == []
-    assert result["requests"] >= 60
+    assert result["requests"] >= 40
     assert result["probes"] >= 9  # one before, one at each rest
-    assert result["outcomes"].get("cancel: cancelled", 0) >= 5
+    assert result["outcomes"].get("cancel: cancelled", 0) >= 3
     assert result["duplicate_reads"] == 0
-    # So few requests do not fill a heap: what has no tolerance is asked for.
-    for name in ("n_descriptors", "n_threads"):
-        assert result["verdicts"][name]["is_flat"], name
+    # So few requests fill no heap and start a thread late: what has no excuse is asked for.
+    assert result["verdicts"]["n_descriptors"]["is_flat"]
+    assert all(sample["n_tasks"] == 0 for sample in result["samples"])
     assert code == (0 if result["is_flat"] else 1)
 
 
