@@ -4,8 +4,13 @@
 
 A layer has 3.42 GB of experts (256 x 13.37 MB, MXFP4) and 0.16 GB of other weights. Numbers come
 from pools of random blocks that are written again and again, each tensor and expert starting
-elsewhere in its pool, so writing runs at the speed of the disk. Scales are such that activations
-stay of order one. The vocabulary is small unless asked for; there is no tokenizer.
+elsewhere in its pool, so writing runs at the speed of the disk. The vocabulary is small unless
+asked for; there is no tokenizer.
+
+Scales are such that activations stay of order one and routing is like a trained model's: what
+attention and experts add to the streams is small beside them, so that an early router finds about
+as many of the next layer's experts as is published for trained models of 256 experts (0.77), and
+router biases are small, so that tokens do not all pick alike.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ _POOL_BYTES = 1 << 24
 _ALIGNMENT = 32
 _WRITERS = 4
 _ROUTER_BIAS_STD = 0.05
+_OUTPUT_SCALE = 0.3
 
 
 def flash_config(
@@ -79,7 +85,7 @@ class _Plan(_Model):
         self.tensors.append((name, shape, kind))
 
     def vector(self, name: str, *shape: int, mean: float = 0.0, std: float = 0.1) -> None:
-        # A trained router's bias evens the load out; a large random one makes all tokens pick alike.
+        # A trained router's bias evens the load out; a large random one makes tokens pick alike.
         std = _ROUTER_BIAS_STD if name.endswith("exp_probs_b.bias") else std
         super().vector(name, *shape, mean=mean, std=std)
 
@@ -164,6 +170,8 @@ def write_full_shape(path: Path, config: TinyConfig) -> int:
                     continue
                 # Embeddings of order one: else tokens look alike, and so do their experts.
                 std = 1.0 if name == "token_embd.weight" else shape[-1] ** -0.5
+                if "attn_output_b" in name or "ffn_down" in name:
+                    std *= _OUTPUT_SCALE
                 key = (int(kind), std)
                 if key not in pools:
                     pools[key] = _pool(rng, kind, std)

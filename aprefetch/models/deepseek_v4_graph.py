@@ -155,6 +155,7 @@ class GraphDecoder:
         self._n_words = (self.top_k, self._n_guesses)
         self._mail_view: npt.NDArray[np.int64] = self._mail.numpy()
         self.entry, self.middle = ops.new(1, N_STREAMS, d), ops.new(1, N_STREAMS, d)
+        self._ahead = ops.new(1, N_STREAMS, d)
         self.v, self.shared = ops.new(1, d), ops.new(1, d)
         self._post, self._comb = ops.new(1, N_STREAMS), ops.new(1, N_STREAMS, N_STREAMS)
         self._ids, self._weights = ops.new(1, self.top_k, dtype=torch.int32), ops.new(1, self.top_k)
@@ -489,8 +490,9 @@ class GraphDecoder:
         y = self._attention(i, block.attention, u, indexed)
         ops.hc_leave_into(y, self.entry, post, comb, self.middle)
         block.hc_ffn.enter_into(ops, self.middle, self.v, self._post, self._comb)
-        self._guess(i, self._route(i))
+        scores = self._route(i)
         ops.linear_into(block.ffn.shared_hidden(ops, self.v), block.ffn.shared_down, self.shared)
+        self._guess(i, scores)
 
     def _route(self, i: int) -> Tensor:
         """Send the layer's experts to the host; the router's scores."""
@@ -504,15 +506,19 @@ class GraphDecoder:
         return scores
 
     def _guess(self, i: int, scores: Tensor) -> None:
-        """Learn from the layer's scores what guesses fall short of; send those for the next."""
+        """Learn from the layer's scores what guesses fall short of; send those for the next.
+
+        They are made from the streams as they will be but for the routed experts' part.
+        """
         args, blocks = self.model.args, self.model.blocks
         learns = i > 0 and self._tables[i] is None
         guesses = i + 1 < args.n_layers and self._tables[i + 1] is None
         early = scores
         if guesses:
             after = blocks[i + 1]
+            self.ops.hc_leave_into(self.shared, self.middle, self._post, self._comb, self._ahead)
             early = self.ops.linear(
-                after.hc_ffn.route_input(self.ops, self.middle), after.ffn.router
+                after.hc_ffn.route_input(self.ops, self._ahead), after.ffn.router
             )
         if learns or guesses:
             bias, next_bias = (
