@@ -265,6 +265,7 @@ class StepRunner:
             if time.perf_counter_ns() > until_ns:
                 return []
             await asyncio.sleep(0)
+        named = lookahead.named(target, named)
         experts = lookahead.accept(call.layer, target, call.n_rows, named)
         return [(target, experts)] if experts else []
 

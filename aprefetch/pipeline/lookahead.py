@@ -116,6 +116,9 @@ class BestScores:
         """Nothing to learn."""
 
 
+_NO_SCORES = torch.empty(0, 0)
+
+
 class Recorder:
     """Guesses like `inner` and notes what the routers picked, for a later `Replay`."""
 
@@ -300,6 +303,12 @@ class Lookahead:
         """Whether guesses for this layer are of use at present."""
         is_asleep = self.pace is not None and self.pace.is_asleep
         return self._options.is_on and target in self._routers and not is_asleep
+
+    def named(self, target: int, ranked: list[int]) -> list[int]:
+        """Experts of `target` by strategy, where `ranked` is what its early router ranks first."""
+        if isinstance(self._strategy, BestScores):
+            return ranked
+        return self._strategy.guess(target, _NO_SCORES)
 
     def accept(self, layer: int, target: int, n_rows: int, ranked: list[int]) -> list[int]:
         """Note what was predicted for `target` on the streams of `layer`; what of it to issue."""
