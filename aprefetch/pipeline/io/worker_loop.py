@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import carray, types
+import numba
+from numba import carray
 
 from aprefetch.kernels.cpu.jit import kernel
 
 __all__ = ["serve"]
+
+types: Any = numba.types
 
 _INTERRUPTED = 4
 _QUIT, _READ = 0, 1
