@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 import numba
-from numba import carray
 
 from aprefetch.kernels.cpu.jit import kernel
 
 __all__ = ["serve"]
 
 types: Any = numba.types
+carray: Any = getattr(numba, "carray")  # noqa: B009  # not in numba's stubs
 
 _INTERRUPTED = 4
 _QUIT, _READ = 0, 1
