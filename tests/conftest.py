@@ -14,6 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from aprefetch.pipeline import reader as reader_module
+from aprefetch.pipeline.io.uring import why_refused
+
 try:
     import uvloop
 except ImportError:  # not on Windows
@@ -23,6 +26,16 @@ TESTS = Path(__file__).parent
 sys.path.insert(0, str(TESTS / "models"))  # helpers that several rooms' tests import
 sys.path.insert(0, str(TESTS.parent / "tools"))
 
+
+# APREFETCH_TEST_READER=threads or =io_uring: what readers are made of, where a test does not say.
+# (Wrappers that must see every read take threads in any case.)
+READER = os.environ.pop("APREFETCH_TEST_READER", "")
+if READER == "threads":
+    reader_module.AUTO = ("threads",)
+elif READER == "io_uring":
+    assert (refusal := why_refused()) is None, refusal
+elif READER:
+    raise ValueError(f"APREFETCH_TEST_READER={READER!r}: expected 'threads' or 'io_uring'")
 
 # Tensors are tiny here: torch's own threads would only get in each other's way.
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from objects_on_disk import FileExperts
 from aprefetch.device.cpu import CpuDevice
 from aprefetch.errors import ReadError
 from aprefetch.pipeline.coordinator import Coordinator, Demand
-from aprefetch.pipeline.reader import ReadCancelled, ThreadReader
+from aprefetch.pipeline.reader import ReadCancelled, make_reader
 from aprefetch.pipeline.slots import Lease, SlotState
 from aprefetch.stats import Counters
 
@@ -39,7 +39,7 @@ class Rig:
         self.experts = experts
         self.counters = Counters()
         self.device = device or CpuDevice()
-        self.reader: Any = ThreadReader(
+        self.reader: Any = make_reader(
             experts.paths, counters=self.counters, queue_depth=queue_depth, files=files
         )
         if reader is not None:
