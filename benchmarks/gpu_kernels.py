@@ -1,23 +1,39 @@
 """Bandwidth of the expert and dense kernels at V4-Flash shapes, beside the copy bandwidth.
 
     python benchmarks/gpu_kernels.py
+    python benchmarks/gpu_kernels.py --variants   # ways to run experts, one row each
 
 Times are medians over CUDA graph replays that rotate among expert sets larger than the L2 cache.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable
 
 import torch
 
+from aprefetch.kernels.triton import experts as expert_kernels
+from aprefetch.kernels.triton.experts import ExpertPlan
 from aprefetch.kernels.triton.ops import TritonOps
 from aprefetch.quant import row_bytes, type_name
 from aprefetch.quant.base import QuantTensor
 from aprefetch.types import LayerLayout, RoleLayout, align_up
 
 D, F, TOP_K, SETS = 4096, 2048, 6, 8
+TYPES = (39, 8, 10, 11, 12, 13, 14, 30)
+PLANS = (
+    ExpertPlan(0),
+    ExpertPlan(1, 4, 4),
+    ExpertPlan(1, 4, 8),
+    ExpertPlan(1, 8, 8),
+    ExpertPlan(1, 4, 8, 80),
+    ExpertPlan(2, 4, 4),
+    ExpertPlan(2, 4, 8),
+    ExpertPlan(2, 8, 8),
+    ExpertPlan(2, 4, 8, 80),
+)
 
 
 def timed(calls: list[Callable[[], None]], repeats: int = 7) -> float:
@@ -40,6 +56,23 @@ def timed(calls: list[Callable[[], None]], repeats: int = 7) -> float:
     return statistics.median(times)
 
 
+def copy_bandwidth(repeats: int = 7) -> float:
+    """GB/s, read and written bytes counted, of a plain copy much larger than the L2 cache."""
+    a = torch.empty(2**31, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    b.copy_(a)
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(4):
+            b.copy_(a)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 4)
+    return 2 * a.numel() / statistics.median(times) / 1e6
+
+
 def fill(n_bytes: int, ggml_type: int) -> torch.Tensor:
     """Random bytes whose scales are sane: exponent bytes near 2^0, halves near 1."""
     data = torch.randint(0, 256, (n_bytes,), dtype=torch.uint8, device="cuda")
@@ -59,8 +92,12 @@ def layout_of(ggml_type: int) -> LayerLayout:
     return LayerLayout(layer=0, n_experts=256, roles=roles)
 
 
-def experts(ops: TritonOps, ggml_type: int, n_rows: int) -> tuple[float, float, int]:
-    """Microseconds of gate+up and of down, and weight bytes, for TOP_K experts of n_rows each."""
+def experts(ops: TritonOps, ggml_type: int, n_rows: int) -> tuple[float, float, int, torch.Tensor]:
+    """Microseconds of gate+up and of down, weight bytes, and results, for TOP_K experts.
+
+    Each has `n_rows` rows. The first time includes what prepares inputs, if anything does.
+    """
+    torch.manual_seed(0)
     layout = layout_of(ggml_type)
     stride = align_up(layout.device_bytes, 256)
     arena = fill(stride * TOP_K * SETS // 17 * 17, ggml_type)
@@ -87,6 +124,7 @@ def experts(ops: TritonOps, ggml_type: int, n_rows: int) -> tuple[float, float, 
             )
         )  # fmt: skip
     both = timed(calls)
+    result = out.clone()
     from aprefetch.kernels.triton import matvec
 
     real = matvec.expert_down_kernel
@@ -98,7 +136,7 @@ def experts(ops: TritonOps, ggml_type: int, n_rows: int) -> tuple[float, float, 
     matvec.expert_down_kernel = Nothing()
     first = timed(calls)
     matvec.expert_down_kernel = real
-    return first, both - first, layout.payload_bytes * TOP_K
+    return first, both - first, layout.payload_bytes * TOP_K, result
 
 
 def dense(ops: TritonOps, ggml_type: int, n_out: int, n_in: int, n_rows: int) -> tuple[float, int]:
@@ -112,18 +150,41 @@ def dense(ops: TritonOps, ggml_type: int, n_out: int, n_in: int, n_rows: int) ->
     return timed([lambda w=w: ops.linear_into(x, w, out) for w in weights]), n_out * n_bytes
 
 
+def compare_plans(ops: TritonOps, copy: float) -> None:
+    """Experts by every plan; `diff` is from the first, over the largest result."""
+    print("type     packed rows  regs  gate+up us  down us  GB/s of weights  % of copy     diff")
+    for ggml_type in TYPES[:-1]:
+        base = None
+        for plan in PLANS:
+            expert_kernels.EXPERT_PLAN = plan
+            first, second, n_bytes, out = experts(ops, ggml_type, 1)
+            base = out if base is None else base
+            diff = float((out - base).abs().max() / base.abs().max())
+            rate = n_bytes / (first + second) / 1e3
+            print(
+                f"{type_name(ggml_type):8} {plan.packed:6} {plan.gate_up_rows},{plan.down_rows}"
+                f" {plan.max_registers or '':6} {first:10.1f} {second:9.1f} {rate:10.0f}"
+                f" {100 * rate / copy:15.1f}  {diff:9.1e}",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variants", action="store_true", help="compare ways to run experts")
+    variants = parser.parse_args().variants
     ops = TritonOps("cuda")
-    a = torch.empty(2**29, device="cuda")
-    b = torch.empty_like(a)
-    copy = 8 * a.numel() / timed([lambda: b.copy_(a)] * 4) / 1e3
+    copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s (read + write)")
+    if variants:
+        compare_plans(ops, copy)
+        return
 
     print("type    rows  gate+up us  down us  GB/s of weights   % of copy")
-    for ggml_type in (39, 8, 10, 11, 12, 13, 14, 30):
+    for ggml_type in TYPES:
         for n_rows in (1, 8) if ggml_type == 39 else (1,):
-            first, second, n_bytes = experts(ops, ggml_type, n_rows)
+            first, second, n_bytes, _ = experts(ops, ggml_type, n_rows)
             rate = n_bytes / (first + second) / 1e3
             print(
                 f"{type_name(ggml_type):7} {n_rows:4}  {first:9.1f} {second:9.1f}  {rate:9.0f}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import op_checks
+import packed_checks
 import pytest
 import torch
 from kernel_cases import FORMATS, expert_case, quantised
@@ -80,3 +81,28 @@ def test_experts_do_not_depend_on_their_rows(ops, name):
     for i in (0, 17, 40):
         ops.experts(x, arena, offsets[1:], layout, [0, 1], at[i : i + 1], 10.0, one, at[i : i + 1])
         assert torch.equal(one[i], many[i])
+
+
+def test_inputs_in_fixed_point():
+    packed_checks.check_split("cuda")
+
+
+@pytest.mark.parametrize("name", packed_checks.PACKED)
+def test_packed_product(name):
+    packed_checks.check_product(name, "cuda")
+    packed_checks.check_product(name, "cuda", 2051, 2048)
+    packed_checks.check_largest_sums(name, "cuda")
+
+
+def test_every_mxfp4_scale_in_fixed_point():
+    packed_checks.check_every_scale("cuda")
+
+
+@pytest.mark.parametrize("name", packed_checks.PACKED)
+def test_experts_in_fixed_point(ops, name):
+    packed_checks.check_experts(ops, (name,) * 3, "cuda")
+
+
+def test_instructions_and_their_plain_forms():
+    """What the interpreter computes is what the machine computes."""
+    assert torch.equal(packed_checks.forms(True, "cuda"), packed_checks.forms(False, "cuda"))

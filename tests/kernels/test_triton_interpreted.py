@@ -19,6 +19,7 @@ if not pytest.importorskip("triton").__version__.startswith("3.6."):
 
 import kimi_checks
 import op_checks
+import packed_checks
 import triton.runtime.interpreter as interpreter
 from kernel_cases import FORMATS
 
@@ -90,3 +91,17 @@ def test_kimi_operation(ops, check):
 @pytest.mark.parametrize("types", [("MXFP4",) * 3, ("Q2_K", "Q2_K", "MXFP4")])
 def test_kimi_experts(ops, types):
     kimi_checks.check_experts(ops, types, 256 if "Q2_K" in types else 32, 32, few=True)
+
+
+def test_inputs_in_fixed_point():
+    packed_checks.check_split()
+
+
+@pytest.mark.parametrize("name", packed_checks.PACKED)
+def test_packed_product(name):
+    packed_checks.check_product(name)
+
+
+@pytest.mark.parametrize("name", packed_checks.PACKED)
+def test_largest_sums_of_packed_products(name):
+    packed_checks.check_largest_sums(name)

@@ -14,6 +14,13 @@ import triton.language as tl
 
 from aprefetch.kernels.triton.blocks import add_columns, decode_columns, load_columns
 from aprefetch.kernels.triton.kimi_kernels import situ
+from aprefetch.kernels.triton.packed import (
+    add_packed,
+    decode_packed,
+    load_split,
+    split_columns,
+    unbias,
+)
 
 __all__ = [
     "columns_of",
@@ -48,39 +55,66 @@ def _zeros(N: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _sums(acc, N: tl.constexpr):
+def _sums(acc, FORMAT: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr):
     sums = ()
     for i in tl.static_range(N):
-        sums = sums + (tl.sum(acc[i], axis=0),)
+        total = tl.sum(acc[i], axis=0)
+        if PACKED:
+            total = unbias(total, FORMAT)
+        sums = sums + (total,)
     return sums
 
 
 @triton.jit
 def _load_tokens(
-    x_rows, c, inside, HALVES: tl.constexpr, MASKED: tl.constexpr, T: tl.constexpr, C: tl.constexpr
-):
+    x_rows, c, inside,
+    HALVES: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
+    T: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     x = ()
     for t in tl.static_range(T):
-        x = x + (load_columns(x_rows[t], c, inside, HALVES, MASKED, C),)
+        if PACKED == 2:
+            x = x + (split_columns(x_rows[t], c, inside, HALVES, MASKED, C),)
+        elif PACKED:
+            x = x + (load_split(x_rows[t], c, inside, MASKED, C),)
+        else:
+            x = x + (load_columns(x_rows[t], c, inside, HALVES, MASKED, C),)
     return x
+
+
+@triton.jit
+def _decode(
+    base, row, c, mask,
+    FORMAT: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    if PACKED:
+        return decode_packed(base, row, c, mask, FORMAT, MASKED, C)
+    else:
+        return decode_columns(base, row, c, mask, FORMAT, MASKED, C)
 
 
 @triton.jit
 def _add_rows(
     acc, x, base, first, n_out, c, inside,
     ROW_BYTES: tl.constexpr, FORMAT: tl.constexpr, SCALED: tl.constexpr, OFFSET: tl.constexpr,
-    MASKED: tl.constexpr, T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    PACKED: tl.constexpr, MASKED: tl.constexpr,
+    T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """One step of the dot products of rows `first .. first + R`, which start at `base`."""
     new = ()
     for r in tl.static_range(R):
         mask = inside & (first + r < n_out)
         if ROW_BYTES % 4 == 0:  # then all rows' columns lie alike in their words
-            q, scale, offset = decode_columns(base + r * ROW_BYTES, 0, c, mask, FORMAT, MASKED, C)
+            at = base + r * ROW_BYTES
+            q, scale, offset = _decode(at, 0, c, mask, FORMAT, PACKED, MASKED, C)
         else:
-            q, scale, offset = decode_columns(base, r * ROW_BYTES, c, mask, FORMAT, MASKED, C)
+            q, scale, offset = _decode(base, r * ROW_BYTES, c, mask, FORMAT, PACKED, MASKED, C)
         for t in tl.static_range(T):
-            new = new + (add_columns(acc[r * T + t], q, scale, offset, x[t], SCALED, OFFSET),)
+            a = acc[r * T + t]
+            if PACKED:
+                new = new + (add_packed(a, q, scale, offset, x[t], FORMAT, C),)
+            else:
+                new = new + (add_columns(a, q, scale, offset, x[t], SCALED, OFFSET),)
     return new
 
 
@@ -88,23 +122,24 @@ def _add_rows(
 def _rows_dot(
     x_rows, base, first, n_out,
     N_IN: tl.constexpr, ROW_BYTES: tl.constexpr, FORMAT: tl.constexpr, HALVES: tl.constexpr,
-    SCALED: tl.constexpr, OFFSET: tl.constexpr, MASKED: tl.constexpr,
+    SCALED: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Dot products of rows `first .. first + R`, which start at `base`, with T inputs.
 
     `x_rows` is a tuple of T pointers. Returns R * T scalars, row by row.
     """
+    n_columns: tl.constexpr = N_IN // (16 if PACKED else 8)
     acc = _zeros(T * R, C)
-    for c0 in range(0, N_IN // 8, C):
+    for c0 in range(0, n_columns, C):
         c = c0 + tl.arange(0, C)
-        inside = c < N_IN // 8
-        x = _load_tokens(x_rows, c, inside, HALVES, MASKED, T, C)
+        inside = c < n_columns
+        x = _load_tokens(x_rows, c, inside, HALVES, PACKED, MASKED, T, C)
         acc = _add_rows(
             acc, x, base, first, n_out, c, inside,
-            ROW_BYTES, FORMAT, SCALED, OFFSET, MASKED, T, R, C,
+            ROW_BYTES, FORMAT, SCALED, OFFSET, PACKED, MASKED, T, R, C,
         )  # fmt: skip
-    return _sums(acc, T * R)
+    return _sums(acc, FORMAT, PACKED, T * R)
 
 
 @triton.jit
@@ -137,7 +172,7 @@ def linear_kernel(
     base = w_ptr + first.to(tl.int64) * ROW_BYTES
     sums = _rows_dot(
         x_rows, base, first, n_out,
-        N_IN, ROW_BYTES, FORMAT, HALVES, SCALED, OFFSET, MASKED, T, R, C,
+        N_IN, ROW_BYTES, FORMAT, HALVES, SCALED, OFFSET, False, MASKED, T, R, C,
     )  # fmt: skip
     _store_rows(at, alive, first, n_out, sums, T, R)
 
@@ -158,7 +193,7 @@ def expert_gate_up_kernel(
     N_IN: tl.constexpr, GATE_BYTES: tl.constexpr, UP_BYTES: tl.constexpr,
     GATE: tl.constexpr, UP: tl.constexpr, GATE_HALVES: tl.constexpr, UP_HALVES: tl.constexpr,
     GATE_SCALED: tl.constexpr, UP_SCALED: tl.constexpr, MASKED: tl.constexpr,
-    GATE_OFFSET: tl.constexpr, UP_OFFSET: tl.constexpr, SITU: tl.constexpr,
+    GATE_OFFSET: tl.constexpr, UP_OFFSET: tl.constexpr, SITU: tl.constexpr, PACKED: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """`hidden[pair] = silu(min(gate x, limit)) * clamp(up x)`; grid (tiles, row tiles of F).
@@ -171,6 +206,7 @@ def expert_gate_up_kernel(
     slot, begin, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     if slot < 0:
         return
+    slot = tl.multiple_of(slot, 256)
     first = tl.program_id(1) * R
     x_rows, at, alive = (), (), ()
     for t in tl.static_range(T):
@@ -180,22 +216,23 @@ def expert_gate_up_kernel(
         alive = alive + (t < n,)
     gate = arena_ptr + (slot + gate_at + first.to(tl.int64) * GATE_BYTES)
     up = arena_ptr + (slot + up_at + first.to(tl.int64) * UP_BYTES)
+    n_columns: tl.constexpr = N_IN // (16 if PACKED else 8)
     g, u = _zeros(T * R, C), _zeros(T * R, C)
-    for c0 in range(0, N_IN // 8, C):
+    for c0 in range(0, n_columns, C):
         c = c0 + tl.arange(0, C)
-        inside = c < N_IN // 8
-        x = _load_tokens(x_rows, c, inside, GATE_HALVES, MASKED, T, C)
+        inside = c < n_columns
+        x = _load_tokens(x_rows, c, inside, GATE_HALVES, PACKED, MASKED, T, C)
         g = _add_rows(
             g, x, gate, first, F, c, inside,
-            GATE_BYTES, GATE, GATE_SCALED, GATE_OFFSET, MASKED, T, R, C,
+            GATE_BYTES, GATE, GATE_SCALED, GATE_OFFSET, PACKED, MASKED, T, R, C,
         )  # fmt: skip
         if UP_HALVES != GATE_HALVES:
-            x = _load_tokens(x_rows, c, inside, UP_HALVES, MASKED, T, C)
+            x = _load_tokens(x_rows, c, inside, UP_HALVES, PACKED, MASKED, T, C)
         u = _add_rows(
             u, x, up, first, F, c, inside,
-            UP_BYTES, UP, UP_SCALED, UP_OFFSET, MASKED, T, R, C,
+            UP_BYTES, UP, UP_SCALED, UP_OFFSET, PACKED, MASKED, T, R, C,
         )  # fmt: skip
-    g, u = _sums(g, T * R), _sums(u, T * R)
+    g, u = _sums(g, GATE, PACKED, T * R), _sums(u, UP, PACKED, T * R)
     hidden = ()
     for i in tl.static_range(T * R):
         if SITU:
@@ -210,7 +247,7 @@ def expert_down_kernel(
     hidden_ptr, arena_ptr, table_ptr, out_rows_ptr, out_ptr, counter_ptr,
     down_at, n_tiles, table_rows, D,
     N_IN: tl.constexpr, ROW_BYTES: tl.constexpr, FORMAT: tl.constexpr, HALVES: tl.constexpr,
-    SCALED: tl.constexpr, OFFSET: tl.constexpr, MASKED: tl.constexpr,
+    SCALED: tl.constexpr, OFFSET: tl.constexpr, PACKED: tl.constexpr, MASKED: tl.constexpr,
     T: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """`out[out_rows[pair]] = down hidden[pair]`; grid (tiles, row tiles of D)."""
@@ -218,6 +255,7 @@ def expert_down_kernel(
     slot, begin, n = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     if slot < 0:
         return
+    slot = tl.multiple_of(slot, 256)
     first = tl.program_id(1) * R
     rows, at, alive = (), (), ()
     for t in tl.static_range(T):
@@ -228,7 +266,7 @@ def expert_down_kernel(
     base = arena_ptr + (slot + down_at + first.to(tl.int64) * ROW_BYTES)
     sums = _rows_dot(
         rows, base, first, D,
-        N_IN, ROW_BYTES, FORMAT, HALVES, SCALED, OFFSET, MASKED, T, R, C,
+        N_IN, ROW_BYTES, FORMAT, HALVES, SCALED, OFFSET, PACKED, MASKED, T, R, C,
     )  # fmt: skip
     _store_rows(at, alive, first, D, sums, T, R)
 

@@ -7,7 +7,6 @@ the reference does it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,9 +16,10 @@ from torch import Tensor
 
 from aprefetch.kernels.ops import Situ
 from aprefetch.kernels.triton import attention, matvec, rows
-from aprefetch.kernels.triton.blocks import BLOCK_TYPES, HAS_OFFSET, NIBBLE_HALVES, UNSCALED
+from aprefetch.kernels.triton.blocks import BLOCK_TYPES
+from aprefetch.kernels.triton.experts import run_experts, shape_of
 from aprefetch.kernels.triton.kimi import KimiTritonOps
-from aprefetch.quant import dequantize, row_bytes
+from aprefetch.quant import dequantize
 from aprefetch.quant.base import QuantTensor
 from aprefetch.types import LayerLayout
 
@@ -29,34 +29,11 @@ MAX_TILE_TOKENS = 4
 """Tokens that share one decoding of a weight; more would not fit into the registers."""
 
 _MAX_PART_BYTES = 256 * 2**20  # partial results of attention kept at a time
-_MANY_ROWS = 16384
-_EXPERT_ROWS = 4  # a multiple of 4, so that blocks of any size start at whole words
 _GROUP_KEYS = 32  # keys per partial result of attention
 _SLICE = 1024  # elements per program of elementwise kernels
 _LEAVE_SLICE = 128
 _HC_SLICE = 1024  # elements of the flattened streams per partial product
 _SMALLEST_WEIGHT_SUM = 2.0**-14
-
-
-class _Shape:
-    """What the kernels must know of a weight, from its encoding and its shape alone."""
-
-    __slots__ = ("columns", "masked", "n_tile", "offset", "halves", "row_bytes", "scaled")
-
-    def __init__(self, ggml_type: int, n_in: int, n_out: int, n_tile: int, many_rows: bool) -> None:
-        self.row_bytes = row_bytes(ggml_type, n_in)
-        self.halves = ggml_type in NIBBLE_HALVES
-        self.scaled = ggml_type not in UNSCALED
-        self.offset = ggml_type in HAS_OFFSET
-        self.columns = matvec.columns_of(n_in, many_rows=many_rows)
-        self.n_tile = matvec.rows_of(self.row_bytes, n_tile)
-        self.masked = bool(n_in // 8 % self.columns or n_out % self.n_tile)
-
-
-@functools.cache
-def _shape(ggml_type: int, n_in: int, n_out: int, expert: bool = False) -> _Shape:
-    n_tile = _EXPERT_ROWS if expert else 4 if n_out >= 2048 else 1
-    return _Shape(ggml_type, n_in, n_out, n_tile, expert or n_out >= _MANY_ROWS)
 
 
 def _tile_tokens(n: int) -> int:
@@ -107,7 +84,7 @@ class TritonOps(KimiTritonOps):
     def linear_into(self, x: Tensor, w: QuantTensor, out: Tensor, n_groups: int = 1) -> Tensor:
         """`x [T, n_groups * n_in]` into `out [T, n_out]`; both contiguous."""
         n_rows = x.shape[0]
-        shape = _shape(w.ggml_type, w.n_in, w.n_out)
+        shape = shape_of(w.ggml_type, w.n_in, w.n_out)
         tokens = _tile_tokens(n_rows)
         grid = (triton.cdiv(n_rows, tokens), triton.cdiv(w.n_out, shape.n_tile))
         matvec.linear_kernel[grid](
@@ -120,7 +97,7 @@ class TritonOps(KimiTritonOps):
 
     def grouped_linear(self, x: Tensor, w: QuantTensor) -> Tensor:
         n_groups = x.shape[1]
-        n_tile = _shape(w.ggml_type, w.n_in, w.n_out).n_tile
+        n_tile = shape_of(w.ggml_type, w.n_in, w.n_out).n_tile
         if self._knows(w) and (w.n_out // n_groups) % n_tile == 0:
             x = x.contiguous()
             return self.linear_into(x, w, self.new(x.shape[0], w.n_out), n_groups)
@@ -184,31 +161,10 @@ class TritonOps(KimiTritonOps):
         tokens: int,
         activation: Situ | None = None,
     ) -> None:
-        """Experts by a table that the kernels read: see `matvec.expert_gate_up_kernel`.
-
-        `table` is int64 `[table_rows, n_tiles, 3]`; row `counter % table_rows` is used, at the
-        time when the kernels run.
-        """
-        gate, up, down = layout.roles
-        gate_at, up_at, down_at = layout.device_offsets
-        bounds = (limit, 0.0) if activation is None else activation
-        g = _shape(gate.ggml_type, gate.n_in, gate.n_out, True)
-        u = _shape(up.ggml_type, up.n_in, up.n_out, True)
-        matvec.expert_gate_up_kernel[(n_tiles, triton.cdiv(gate.n_out, _EXPERT_ROWS))](
-            x, arena, table, pair_rows, hidden, counter, *map(float, bounds), gate_at, up_at,
-            n_tiles, table_rows, gate.n_out,
-            N_IN=gate.n_in, GATE_BYTES=g.row_bytes, UP_BYTES=u.row_bytes,
-            GATE=gate.ggml_type, UP=up.ggml_type, GATE_HALVES=g.halves, UP_HALVES=u.halves,
-            GATE_SCALED=g.scaled, UP_SCALED=u.scaled, MASKED=g.masked or u.masked,
-            GATE_OFFSET=g.offset, UP_OFFSET=u.offset, SITU=activation is not None,
-            T=tokens, R=_EXPERT_ROWS, C=g.columns, num_warps=g.columns // 32,
-        )  # fmt: skip
-        d = _shape(down.ggml_type, down.n_in, down.n_out, True)
-        matvec.expert_down_kernel[(n_tiles, triton.cdiv(down.n_out, _EXPERT_ROWS))](
-            hidden, arena, table, out_rows, out, counter, down_at, n_tiles, table_rows, down.n_out,
-            N_IN=down.n_in, ROW_BYTES=d.row_bytes, FORMAT=down.ggml_type, HALVES=d.halves,
-            SCALED=d.scaled, OFFSET=d.offset, MASKED=d.masked,
-            T=tokens, R=_EXPERT_ROWS, C=d.columns, num_warps=d.columns // 32,
+        """See `experts.run_experts`."""
+        run_experts(
+            x, arena, layout, table, n_tiles, table_rows, counter, pair_rows, limit, hidden,
+            out, out_rows, tokens, activation,
         )  # fmt: skip
 
     def sum_experts(self, parts: Tensor, weights: Tensor) -> Tensor:
