@@ -6,7 +6,6 @@ Measuring read and upload bandwidth takes seconds and reads files, so it happens
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import platform
@@ -23,11 +22,11 @@ import torch
 
 from aprefetch._version import __version__
 from aprefetch.errors import AprefetchError
+from aprefetch.pipeline.io.uring import why_refused
 from aprefetch.storage import direct_io_alignment, open_source
 
 __all__ = ["Examination", "Finding", "examine_machine"]
 
-_IO_URING_SETUP = 425  # the system call's number on every architecture that Linux has it on
 _BLOCK_BYTES = 4 * 2**20
 _UPLOAD_BYTES = 64 * 2**20
 
@@ -157,17 +156,12 @@ def _pinning() -> Finding:
 
 
 def _io_uring() -> Finding:
-    errno = -1
-    if platform.system() == "Linux":
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.syscall(_IO_URING_SETUP, 0, None)  # zero entries: refused, but by whom?
-        errno = ctypes.get_errno()
-    is_there = errno in (14, 22)  # EFAULT, EINVAL: the kernel looked at the arguments
+    reason = why_refused()
     return Finding(
         name="io_uring",
         is_good=True,
-        text=f"{'available' if is_there else 'not available'}; reads use threads either way",
-        facts={"available": is_there},
+        text="available: the kernel reads" if reason is None else f"{reason}; threads read",
+        facts={"available": reason is None},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import functools
 import gc
 import logging
 import mmap
@@ -24,6 +25,7 @@ from conformance.reader import SECTOR, Landing, Outcome, ReaderConformance, span
 from rings import GateRing, JudgedRing, needs_ring
 
 import aprefetch.pipeline.reader as reader_module
+from aprefetch import Runtime
 from aprefetch.errors import ConfigError, ReadError
 from aprefetch.pipeline.io.uring import Ring, RingRefused
 from aprefetch.pipeline.io.wrappers import Drive, FaultFiles, PacedFiles, RecordingFiles
@@ -535,3 +537,15 @@ class TestChoice:
         with pytest.raises(RingRefused, match=words) as caught:
             Ring(8)
         assert caught.value.errno == number
+
+
+async def test_the_option_reaches_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with await Runtime.open(device="cpu", reader_backend="threads") as runtime:
+        assert runtime._reader.statistics().backend == "threads"
+    monkeypatch.setattr(
+        "aprefetch.runtime.make_reader", functools.partial(make_reader, make_ring=refuse)
+    )
+    with pytest.raises(ConfigError, match="reader_backend='io_uring'"):
+        await Runtime.open(device="cpu", reader_backend="io_uring")
+    with pytest.raises(ConfigError, match="backend must be one of"):
+        await Runtime.open(device="cpu", reader_backend="aio")
