@@ -4,11 +4,12 @@
         python tools/sanitize_kernels.py [--types MXFP4,Q2_K] [--plant]
 
 Meant for compute-sanitizer's memcheck and racecheck, which see an access beside an allocation, so
-PyTorch's caching is off and the slots end where their allocation ends. Every role of an expert is
-the last in its slot once. All types take every role, in mixed experts; rows are 1, 3, 7 and 33.
-Results are compared with the CPU reference. `--plant` cuts bytes off the arena: then the sanitizer
-has to complain. There are some 70 kernels to compile; runs of `--part 0/8` to `7/8` beside each
-other, without the sanitizer, fill Triton's cache of them fast.
+PyTorch's caching is off and the slots end where their allocation ends (dense weights: at the next
+whole word, since words are what kernels read). Every role of an expert is the last in its slot
+once. All types take every role, in mixed experts; rows are 1, 3, 7 and 33. Results are compared
+with the CPU reference. `--plant` cuts bytes off the arena: then the sanitizer has to complain.
+There are some 70 kernels to compile; runs of `--part 0/8` to `7/8` beside each other, without the
+sanitizer, fill Triton's cache of them fast.
 """
 
 from __future__ import annotations
@@ -141,7 +142,10 @@ def check_linear(ops: Any, name: str, device: str) -> float:
     """An odd number of outputs; rows that no tile divides."""
     rng, most = np.random.default_rng(5), 0.0
     w = weight(rng, name, 37, 1312 if name in SMALL_BLOCKS else 768)
-    there = QuantTensor(w.data.to(device), w.ggml_type, w.n_out, w.n_in)
+    n_bytes = w.data.numel()
+    data = torch.empty(align_up(n_bytes, 4), dtype=torch.uint8, device=device)[:n_bytes]
+    data.copy_(w.data.flatten())
+    there = QuantTensor(data.view(w.data.shape), w.ggml_type, w.n_out, w.n_in)
     for n in ROWS:
         x = torch.from_numpy(rng.standard_normal((n, w.n_in)).astype(np.float32))
         most = max(most, worst(ops.linear(x.to(device), there), ReferenceOps().linear(x, w)))
