@@ -29,10 +29,8 @@ PLANS = (
     ExpertPlan(1, 4, 8),
     ExpertPlan(1, 8, 8),
     ExpertPlan(1, 4, 8, 80),
-    ExpertPlan(2, 4, 4),
     ExpertPlan(2, 4, 8),
     ExpertPlan(2, 8, 8),
-    ExpertPlan(2, 4, 8, 80),
 )
 
 
