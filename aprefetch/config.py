@@ -48,7 +48,7 @@ Size = int | str
 CachePolicy = Literal["layered", "lfu", "lru"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KernelsName = Literal["auto", "fast", "reference"]
-ReaderBackend = Literal["auto", "threads", "io_uring"]
+ReaderBackend = Literal["auto", "io_uring", "workers", "threads"]
 
 _UNITS = {
     "": 1,
@@ -189,8 +189,8 @@ class ReaderConfig:
         slice_bytes: Cut longer reads into pieces of this size; None reads each whole.
         alignment: Bytes, a power of two from 512; None asks the file system.
         retries: How often a read that failed for a passing reason is tried again, 0 to 100.
-        backend: "threads" of ours, or the kernel's workers through "io_uring"; "auto" takes
-            io_uring where the kernel allows it.
+        backend: Who reads: the kernel through "io_uring", "workers" (threads of compiled code) or
+            "threads" (of Python); "auto" takes the first of these that can be had.
     """
 
     queue_depth: int = 8

@@ -27,15 +27,16 @@ sys.path.insert(0, str(TESTS / "models"))  # helpers that several rooms' tests i
 sys.path.insert(0, str(TESTS.parent / "tools"))
 
 
-# APREFETCH_TEST_READER=threads or =io_uring: what readers are made of, where a test does not say.
+# APREFETCH_TEST_READER=threads, =workers or =io_uring: what readers are made of, where a test does
+# not say.
 # (Wrappers that must see every read take threads in any case.)
 READER = os.environ.pop("APREFETCH_TEST_READER", "")
-if READER == "threads":
-    reader_module.AUTO = ("threads",)
+if READER in ("threads", "workers"):
+    reader_module.AUTO = (READER, "threads")
 elif READER == "io_uring":
     assert (refusal := why_refused()) is None, refusal
 elif READER:
-    raise ValueError(f"APREFETCH_TEST_READER={READER!r}: expected 'threads' or 'io_uring'")
+    raise ValueError(f"APREFETCH_TEST_READER={READER!r}: not 'threads', 'workers' or 'io_uring'")
 
 # Tensors are tiny here: torch's own threads would only get in each other's way.
 torch.set_num_threads(1)

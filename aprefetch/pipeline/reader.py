@@ -1,9 +1,9 @@
 """Stage 2: bytes from files into landing slots, by priority, many at a time.
 
-A `Reader` takes jobs and never looks at what their bytes mean. Two backends do the same with
-different means: `ThreadReader` blocks threads of ours in positional reads, `RingReader` leaves the
-reads to the kernel through io_uring and needs no thread. `io/jobs.py` has what they share, and what
-must hold; `make_reader` chooses.
+A `Reader` takes jobs and never looks at what their bytes mean. Backends do the same with different
+means: `ThreadReader` blocks Python threads in positional reads; `RingReader` leaves the reads to
+the kernel through io_uring, or to threads of compiled code ("workers"), and never contends for the
+interpreter's lock. `io/jobs.py` has what they share, and what must hold; `make_reader` chooses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from aprefetch.pipeline.io.jobs import (
 )
 from aprefetch.pipeline.io.ring_reader import RingReader
 from aprefetch.pipeline.io.thread_reader import ThreadReader
-from aprefetch.pipeline.io.uring import Ring, RingRefused
+from aprefetch.pipeline.io.uring import Requests, Ring, RingRefused
+from aprefetch.pipeline.io.workers import WorkerRing
 
 __all__ = [
     "Priority",
@@ -39,7 +40,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 _said: set[str] = set()  # refusals that were logged
 
-AUTO: tuple[str, ...] = ("io_uring", "threads")
+AUTO: tuple[str, ...] = ("io_uring", "workers", "threads")
 """What "auto" tries, in this order."""
 
 
@@ -71,32 +72,39 @@ def make_reader(
     paths: Sequence[str | Path],
     *,
     backend: str = "auto",
-    make_ring: Callable[[int, int], Ring] = Ring,
+    make_ring: Callable[[int, int], Requests] = Ring,
     **options: Any,
 ) -> JobQueue:
     """A reader of `paths`. Make it on a running event loop.
 
     Args:
-        backend: "threads", "io_uring", or "auto": io_uring where the kernel allows it. Another
-            choice by "auto" is no loss of bytes or speed worth counting: it is logged, once.
-        make_ring: See `RingReader`.
+        backend: "io_uring", "workers", "threads", or "auto": the first of these that can be had.
+            What "auto" could not have is no loss of bytes or speed worth counting: it is logged,
+            once.
+        make_ring: Makes io_uring's ring, see `RingReader`.
         options: For every backend, see `JobQueue`.
 
     Raises:
-        ConfigError: io_uring was asked for and cannot be had.
+        ConfigError: The backend that was asked for cannot be had.
         ReadError: A file cannot be opened.
     """
     names = AUTO if backend == "auto" else (backend,)
-    if "io_uring" in names:
+    rings: dict[str, Callable[[int, int], Requests]] = {
+        "io_uring": make_ring,
+        "workers": WorkerRing,
+    }
+    for name, other in zip(names, (*names[1:], ""), strict=True):
+        if name not in rings:
+            break
         try:
-            return RingReader(paths, make_ring=make_ring, **options)
+            return RingReader(paths, make_ring=rings[name], backend=name, **options)
         except RingRefused as error:
             reason = error.strerror or str(error)
-            if "threads" not in names:
+            if not other:
                 raise ConfigError(
-                    f"reader_backend='io_uring' cannot be had: {reason}; use 'auto' or 'threads'"
+                    f"reader_backend={name!r} cannot be had: {reason}; use 'auto' or 'threads'"
                 ) from error
             if reason not in _said:
                 _said.add(reason)
-                _log.info("reading with threads: %s", reason)
+                _log.info("reading with %s: %s", other, reason)
     return ThreadReader(paths, **options)

@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import pytest_asyncio
@@ -28,6 +29,7 @@ import aprefetch.pipeline.reader as reader_module
 from aprefetch import Runtime
 from aprefetch.errors import ConfigError, ReadError
 from aprefetch.pipeline.io.uring import Ring, RingRefused
+from aprefetch.pipeline.io.workers import WorkerRing
 from aprefetch.pipeline.io.wrappers import Drive, FaultFiles, PacedFiles, RecordingFiles
 from aprefetch.pipeline.reader import (
     Priority,
@@ -63,6 +65,24 @@ class TestRingLate(ReaderConformance):
     def make(self, paths: Sequence[Path], counters: Counters, **options: Any) -> RingReader:
         files = PacedFiles(None, bytes_per_s=1e15)
         return RingReader(paths, counters=counters, files=files, **options)
+
+
+class TestWorkers(ReaderConformance):
+    """Threads of compiled code instead of the kernel's ring."""
+
+    def make(self, paths: Sequence[Path], counters: Counters, **options: Any) -> RingReader:
+        return RingReader(paths, counters=counters, make_ring=WorkerRing, **options)
+
+
+class TestWorkersPaced(ReaderConformance):
+    """With timers, where no ring is to be had for them either."""
+
+    def make(self, paths: Sequence[Path], counters: Counters, **options: Any) -> RingReader:
+        files = PacedFiles(None, bytes_per_s=1e9, latency_s=5e-4)
+        with mock.patch("aprefetch.pipeline.io.ring_reader.Ring", refuse):
+            return RingReader(
+                paths, counters=counters, files=files, make_ring=WorkerRing, **options
+            )
 
 
 class Bench:
@@ -305,6 +325,28 @@ async def test_what_the_kernel_does_not_take_is_read_all_the_same(tmp_path: Path
         assert outcome.errors[job] is None
         assert landing.view == data
     assert counters.reads == 24
+    await reader.aclose()
+
+
+@needs_ring
+@pytest.mark.parametrize("error", [errno.ECANCELED, errno.EINVAL, errno.EOPNOTSUPP])
+async def test_a_ring_that_refuses_reads_is_not_the_file_system(tmp_path: Path, error: int) -> None:
+    """Direct reads go on by other means: nothing has said that the file system refuses them."""
+
+    class Refusing(Ring):
+        def reap(self) -> list[tuple[int, int]]:
+            return [(tag, -error) for tag, _ in super().reap()]
+
+    ((path, data),) = write_files(tmp_path, [8 * SECTOR])
+    counters, outcome, landing = Counters(), Outcome(), Landing(8 * SECTOR)
+    reader = RingReader([path], counters=counters, make_ring=Refusing)
+    reads = [span(0, n * SECTOR, SECTOR, n * SECTOR) for n in range(8)]
+    reader.submit(ReadJob(None, reads, landing.view, Priority.DEMAND, outcome.done))
+    await outcome.wait(1)
+    assert outcome.errors[outcome.order[0]] is None
+    assert landing.view == data
+    assert (counters.reads, counters.fallback_count, counters.io_errors) == (8, 0, 0)
+    assert reader.statistics().n_direct == 1
     await reader.aclose()
 
 

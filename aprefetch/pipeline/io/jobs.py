@@ -130,7 +130,7 @@ class Part:
 class ReaderStatistics:
     """A snapshot of the reader."""
 
-    backend: str  # "threads" or "io_uring"
+    backend: str  # "io_uring", "workers" or "threads"
     queue_depth: int
     queued: int  # reads waiting for their turn
     in_flight: int

@@ -1,12 +1,14 @@
-"""The reader backend of io_uring: the kernel's workers read, the loop's thread does the rest.
+"""The backend of io_uring and its like: others read, the loop's thread does the rest.
 
-No thread of ours takes part, so no read waits for the interpreter's lock or takes it from the loop.
-Requests go to the kernel as soon as there is room in the queue depth, several with one system call;
-the loop watches the ring's own descriptor, which is readable while outcomes wait.
+Who reads are the kernel's workers (`uring`) or threads of compiled code (`workers`). No thread in
+Python takes part, so no read waits for the interpreter's lock or takes it from the loop. Requests
+are handed over as soon as there is room in the queue depth; the loop watches the ring's own
+descriptor, which is readable while outcomes wait.
 
 A read that brings all that is needed is over. Anything else (a short read, any error, a file that
 has changed) goes to `OpenFile.fetch` with what came of it, on one thread that exists from the first
 such read on: retries, falling back and errors are the same for every backend, and in one place.
+Only that direct reads are refused it is not told, but finds out: the ring may be what refuses.
 
 Files that play a drive (`PacedFiles`) are read at its pace: each read has a timer in a second ring,
 which ends when the drive would be done, and the read is over when both are. The loop watches the
@@ -15,6 +17,7 @@ timers alone, unless a read is late: the drive that is played would not wake it 
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 import traceback
@@ -25,12 +28,14 @@ from typing import Any
 
 from aprefetch.pipeline.io.jobs import JobQueue, Part, ReadJob
 from aprefetch.pipeline.io.threads import PosixFiles, is_transparent
-from aprefetch.pipeline.io.transfer import OpenFile, Tally
-from aprefetch.pipeline.io.uring import Ring, RingRefused
+from aprefetch.pipeline.io.transfer import REFUSALS, OpenFile, Tally
+from aprefetch.pipeline.io.uring import Requests, Ring, RingRefused
+from aprefetch.pipeline.io.workers import WorkerRing
 
 __all__ = ["RingReader"]
 
 _NOT_READ = -(1 << 31)  # instead of an outcome: the kernel did not take the request
+_UNTOLD = frozenset({-number for number in REFUSALS} | {-errno.ECANCELED, _NOT_READ})
 _TIMER = 1  # lowest bit of a tag; above it is the place
 
 # Readers that are not closed: the kernel may be writing into buffers that they hold on to, and a
@@ -43,21 +48,22 @@ class RingReader(JobQueue):
 
     Args:
         make_ring: Makes the ring, from the most requests that are open and the most reads at once.
+        backend: What statistics call it.
         options: See `JobQueue`. `files` must be real ones, maybe paced.
 
     Raises:
         RingRefused: The kernel, the loop or `files` do not allow it.
     """
 
-    backend = "io_uring"
-
     def __init__(
         self,
         paths: Sequence[str | Path],
         *,
-        make_ring: Callable[[int, int], Ring] = Ring,
+        make_ring: Callable[[int, int], Requests] = Ring,
+        backend: str = "io_uring",
         **options: Any,
     ) -> None:
+        self.backend = backend
         files = options.get("files") or PosixFiles()
         if not is_transparent(files):
             raise RingRefused(0, f"{type(files).__name__} must see every read")
@@ -65,7 +71,7 @@ class RingReader(JobQueue):
         drive = getattr(files, "drive", None)
         self._due_ns: Callable[[int, int], int] | None = None if drive is None else drive.due_ns
         self._ring = make_ring(depth, depth)
-        self._timers: Ring | None = None
+        self._timers: Requests | None = None
         try:
             super().__init__(paths, **options)
             try:
@@ -78,7 +84,6 @@ class RingReader(JobQueue):
             raise
         # Requests that are open have a place each, the number of which is in their tag.
         self._parts: list[Part | None] = [None] * depth
-        self._is_direct = [False] * depth
         self._outcomes = [0] * depth
         self._n_awaited = [0] * depth  # outcomes: one, or two with a timer
         self._n_late = 0  # reads whose timer has ended before them
@@ -88,7 +93,10 @@ class RingReader(JobQueue):
 
     def _watch(self) -> None:
         if self._due_ns is not None:
-            self._timers = Ring(self.queue_depth)
+            try:
+                self._timers = Ring(self.queue_depth)
+            except RingRefused:
+                self._timers = WorkerRing(self.queue_depth)
         watched = self._ring if self._timers is None else self._timers
         try:
             self._loop.add_reader(watched.fd, self._reap)
@@ -137,11 +145,10 @@ class RingReader(JobQueue):
                 part.job.start_ns = now_ns
             fd = file.descriptor
             if fd is None or part.length > file.largest_bytes:
-                self._mender.mend(part, None, False)
+                self._mender.mend(part, _NOT_READ)
                 continue
             place = self._places.pop()
             self._parts[place] = part
-            self._is_direct[place] = file.is_direct
             self._n_awaited[place] = 1
             ring.read(2 * place, fd, part.address, part.length, part.offset)
             if timers is not None and due_ns is not None:
@@ -175,7 +182,7 @@ class RingReader(JobQueue):
                 self._tally.bytes_read += n_bytes
                 self._land(part, None, now_ns)
             else:
-                self._mender.mend(part, n_bytes, self._is_direct[tag >> 1])
+                self._mender.mend(part, n_bytes)
         self._settle()
 
     def _arrive(self, tag: int, outcome: int) -> Part | None:
@@ -203,8 +210,7 @@ class RingReader(JobQueue):
         outcome = self._outcomes[place]
         if outcome >= part.needed:
             return part
-        first = None if outcome == _NOT_READ else outcome
-        self._mender.mend(part, first, self._is_direct[place])
+        self._mender.mend(part, outcome)
         return None
 
     def _mended(self, part: Part, error: BaseException | None, tally: Tally, end_ns: int) -> None:
@@ -231,15 +237,16 @@ class _Mender:
     def __init__(self, call_loop: Callable[..., None], mended: Callable[..., None]) -> None:
         self._call_loop = call_loop
         self._mended = mended
-        self._queue: SimpleQueue[tuple[Part, int | None, bool] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Part, int] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def mend(self, part: Part, first: int | None, was_direct: bool) -> None:
-        """Fetch `part`, whose first read came to `first`. `mended` is called on the loop."""
+    def mend(self, part: Part, outcome: int) -> None:
+        """Fetch `part`, whose first read came to `outcome`. `mended` is called on the loop."""
+        self._queue.put((part, outcome))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="aprefetch-mend", daemon=True)
-            self._thread.start()
-        self._queue.put((part, first, was_direct))
+            thread = threading.Thread(target=self._work, name="aprefetch-mend", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def close(self) -> None:
         """End the thread; it has nothing to do."""
@@ -250,14 +257,12 @@ class _Mender:
 
     def _work(self) -> None:
         while (task := self._queue.get()) is not None:
-            part, first, was_direct = task
+            part, outcome = task
             error: BaseException | None = None
-            tally, file = Tally(), part.file
-            if first is not None and first < 0 and was_direct and not file.is_direct:
-                tally.reads += 1  # refused, as others before it: not news, and no error
-                first = None
+            tally = Tally()
+            first = None if outcome in _UNTOLD else outcome
             try:
-                file.fetch(part.view, part.offset, part.needed, tally, part.job.key, first)
+                part.file.fetch(part.view, part.offset, part.needed, tally, part.job.key, first)
             except BaseException as caught:  # whatever it is, the job must hear of it
                 traceback.clear_frames(caught.__traceback__)  # they hold views of the buffer
                 error = caught

@@ -22,14 +22,16 @@ from aprefetch.errors import ReadError
 from aprefetch.pipeline.io.threads import Files, FileStatus, is_transparent, quick_status
 from aprefetch.types import ALIGNMENT, align_down
 
-__all__ = ["LARGEST_TRANSFER_BYTES", "OpenFile", "Tally"]
+__all__ = ["LARGEST_TRANSFER_BYTES", "REFUSALS", "OpenFile", "Tally"]
 
 _log = logging.getLogger(__name__)
 
 LARGEST_TRANSFER_BYTES = 0x7FFFF000
 """Linux moves at most this much in one call."""
 
-_REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+REFUSALS = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP})
+"""How file systems refuse direct reads."""
+
 _TRANSIENT = frozenset(
     {errno.EIO, errno.EAGAIN, errno.EBUSY, errno.ENOMEM, errno.ENOBUFS, errno.ETIMEDOUT}
 )
@@ -126,7 +128,7 @@ class OpenFile:
         try:
             self._direct_fd = self._files.open(self.path, direct=True)
         except OSError as error:
-            if error.errno not in _REFUSALS:
+            if error.errno not in REFUSALS:
                 raise self._error(f"cannot be opened: {error.strerror or error}", error) from error
             if self._strict:
                 raise self._error(
@@ -273,7 +275,7 @@ class OpenFile:
                     ) from error
                 tally.io_retries += 1
             except OSError as error:
-                if direct and error.errno in _REFUSALS:
+                if direct and error.errno in REFUSALS:
                     self._refused(error, offset, len(view), tally, key)
                     return None
                 if error.errno not in _TRANSIENT or n_failures >= self._retries:

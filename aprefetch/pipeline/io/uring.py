@@ -25,8 +25,9 @@ import platform
 import struct
 import sys
 from collections.abc import Sequence
+from typing import Protocol
 
-__all__ = ["Ring", "RingRefused", "why_refused"]
+__all__ = ["Requests", "Ring", "RingRefused", "why_refused"]
 
 _SETUP, _ENTER, _REGISTER = 425, 426, 427  # the same on every architecture
 _OFF_RINGS, _OFF_REQUESTS = 0, 0x10000000
@@ -34,6 +35,7 @@ _SETUP_CLAMP = 1 << 4
 _SETUP_COOP_TASKRUN = 1 << 8  # outcomes need not interrupt the thread while it computes
 _FEAT_SINGLE_MMAP = 1 << 0
 _FEAT_NODROP = 1 << 1
+_FEAT_RW_CUR_POS = 1 << 3  # of no use to us, but as old as the request to read
 _REGISTER_WORKERS = 19
 _OP_TIMEOUT, _OP_READ = 11, 22
 _ASYNC = 1 << 4
@@ -49,6 +51,32 @@ _LOADS_IN_ORDER = platform.machine().lower() in ("x86_64", "amd64", "i686")
 
 class RingRefused(OSError):
     """The kernel does not give us a ring; the text says why."""
+
+
+class Requests(Protocol):
+    """What `Ring` and its stand-ins do; see there."""
+
+    fd: int  # readable while outcomes wait
+
+    def read(self, tag: int, fd: int, address: int, length: int, offset: int) -> None:
+        """Queue a read."""
+        ...
+
+    def wake(self, tag: int, due_ns: int) -> None:
+        """Queue an outcome that comes at a time."""
+        ...
+
+    def submit(self) -> Sequence[int]:
+        """Hand over all that is queued; returns the tags that were not taken."""
+        ...
+
+    def reap(self) -> list[tuple[int, int]]:
+        """(tag, outcome) of what has ended."""
+        ...
+
+    def close(self) -> None:
+        """No request may be open. Idempotent."""
+        ...
 
 
 class Ring:
@@ -105,7 +133,7 @@ class Ring:
     def _map(self, params: bytearray) -> None:
         fields = struct.unpack("<10I", params[:40])
         n_requests, n_outcomes, features = fields[0], fields[1], fields[5]
-        needed = _FEAT_SINGLE_MMAP | _FEAT_NODROP
+        needed = _FEAT_SINGLE_MMAP | _FEAT_NODROP | _FEAT_RW_CUR_POS
         if features & needed != needed:
             raise RingRefused(errno.ENOSYS, "io_uring: the kernel is too old (5.6 is needed)")
         sq = struct.unpack("<8I", params[40:72])  # head, tail, mask, entries, flags, dropped, array
