@@ -32,6 +32,7 @@ __all__ = [
     "PackConfig",
     "PrefixConfig",
     "ReaderConfig",
+    "RamTier",
     "RuntimeConfig",
     "Size",
     "TraceConfig",
@@ -46,6 +47,7 @@ Size = int | str
 """Bytes, or text such as "20GiB", "512 MiB", "1.5GB"; where noted also "auto"."""
 
 CachePolicy = Literal["layered", "lfu", "lru"]
+RamTier = Literal["exclusive", "inclusive"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KernelsName = Literal["auto", "fast", "reference"]
 ReaderBackend = Literal["auto", "io_uring", "workers", "threads"]
@@ -146,6 +148,10 @@ class MemoryConfig:
     Args:
         vram_budget: Device slots for experts; "auto" takes what is sensible on the device.
         ram_budget: Landing slots and the RAM tier; "auto" as above.
+        ram_tier: "exclusive" copies back to RAM what leaves the device, so that the tiers hold
+            different experts; "inclusive" keeps copies of what was read. "auto" is the former
+            where the device has memory of its own, and the latter on the CPU, whose cores would
+            have to make the copies.
         context_tokens: Most tokens of one sequence; None is the model's own limit.
         hot_list: File that names the experts worth loading at the opening, written at the close;
             None begins with empty tiers. A missing, damaged or foreign file is passed over.
@@ -155,6 +161,7 @@ class MemoryConfig:
 
     vram_budget: Size = "auto"
     ram_budget: Size = "auto"
+    ram_tier: Literal["auto"] | RamTier = "auto"
     context_tokens: int | None = None
     hot_list: str | None = None
 
@@ -164,6 +171,7 @@ class MemoryConfig:
             checks.problems.append(f"hot_list must be a path, got {self.hot_list!r:.60}")
         for name in ("vram_budget", "ram_budget"):
             object.__setattr__(self, name, checks.size(name, getattr(self, name)))
+        checks.one_of("ram_tier", self.ram_tier, ("auto", *get_args(RamTier)))
         if self.context_tokens is not None:
             checks.whole("context_tokens", self.context_tokens, 1)
         checks.finish()
@@ -172,6 +180,12 @@ class MemoryConfig:
     def vram_bytes(self) -> int | None:
         """`vram_budget` in bytes; None where it is to be chosen."""
         return None if isinstance(self.vram_budget, str) else self.vram_budget
+
+    def ram_tier_on(self, device: str) -> RamTier:
+        """`ram_tier`, chosen if need be for a device of this name."""
+        if self.ram_tier == "auto":
+            return "inclusive" if device == "cpu" else "exclusive"
+        return self.ram_tier
 
     @property
     def ram_bytes(self) -> int | None:
@@ -519,6 +533,7 @@ _FLAG = (_parse_flag, "one of 1, 0, true, false, yes, no, on, off")
 _OPTIONS: dict[str, _Option] = {
     "vram_budget": _Option("memory", "vram_budget", *_TEXT),
     "ram_budget": _Option("memory", "ram_budget", *_TEXT),
+    "ram_tier": _Option("memory", "ram_tier", *_TEXT),
     "context_tokens": _Option("memory", "context_tokens", *_WHOLE),
     "hot_list": _Option("memory", "hot_list", *_TEXT),
     "queue_depth": _Option("reader", "queue_depth", *_WHOLE),

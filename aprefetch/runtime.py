@@ -246,6 +246,7 @@ class Runtime:
             reader=reader,
             vram_budget=self.plan.vram_budget_bytes,
             ram_budget=self.plan.ram_budget_bytes,
+            ram_tier=self.config.memory.ram_tier_on(device.name),
             counters=self._counters,
             tracer=self._tracer,
             policy=config.cache_policy,

@@ -35,6 +35,9 @@ class Counters:
     evictions_ram: int = 0
     uploads: int = 0
     bytes_uploaded: int = 0
+    demotions: int = 0  # objects copied back to host RAM as they left the device
+    bytes_demoted: int = 0
+    demotions_skipped: int = 0  # left without a copy: nothing colder in RAM, or no time
     bytes_wasted: int = 0  # read for guesses that did not come true
     guesses_issued: int = 0
     guesses_useful: int = 0
@@ -82,6 +85,9 @@ class Stats:
     evictions_ram: int
     uploads: int
     bytes_uploaded: int
+    demotions: int
+    bytes_demoted: int
+    demotions_skipped: int
     bytes_wasted: int
     guesses_issued: int
     guesses_useful: int

@@ -41,6 +41,7 @@ _LANES: dict[str, tuple[int, str]] = {
     "upload": (5_000, "upload"),
     "read": (6_000, "read"),
     "request": (7_000, "request"),
+    "demote": (8_000, "demote"),
 }
 _REQUEST_LANE = 1  # instants of requests
 _REQUIRED_ARGS: dict[str, tuple[str, ...]] = {
@@ -51,6 +52,7 @@ _REQUIRED_ARGS: dict[str, tuple[str, ...]] = {
     "upload": ("layer", "expert", "bytes", "kind"),
     "read": ("layer", "expert", "bytes", "kind"),
     "request": ("request",),
+    "demote": ("layer", "expert", "bytes"),
 }
 _KINDS = ("demand", "exact", "guess")
 _ROUNDING_US = 0.002  # nanoseconds turned to microseconds as floats may differ by this much
@@ -110,6 +112,10 @@ class Tracer:
     def upload(self, key: ExpertKey, start_ns: int, end_ns: int, n_bytes: int, kind: Kind) -> None:
         """One object went from its landing slot to a device slot."""
         self._append(("upload", start_ns, end_ns, key, n_bytes, kind))
+
+    def demote(self, key: ExpertKey, start_ns: int, end_ns: int, n_bytes: int) -> None:
+        """One object that leaves the device was copied back to a landing slot."""
+        self._append(("demote", start_ns, end_ns, key, n_bytes))
 
     def compute(
         self, layer: int, name: str, start_ns: int, end_ns: int, experts: Sequence[int] = ()
@@ -275,6 +281,10 @@ def _span(event: tuple[Any, ...]) -> _Span:
         args = {"layer": layer, "expert": expert, "bytes": n_bytes, "kind": kind}
         name = f"{category} {layer}.{expert}"
         return _Span(category, name, start_ns, end_ns, args, (ExpertKey(layer, expert),))
+    if category == "demote":
+        (layer, expert), n_bytes = rest
+        args = {"layer": layer, "expert": expert, "bytes": n_bytes}
+        return _Span(category, f"demote {layer}.{expert}", start_ns, end_ns, args)
     if category == "compute":
         layer, name, experts = rest
         args = {"layer": layer}

@@ -24,7 +24,7 @@ import torch
 from belady import belady_misses
 from replay_parts import Costs, SimDevice, SimDisk, SimExperts, SimModel, VirtualLoop, virtual_time
 
-from aprefetch.config import LookaheadConfig
+from aprefetch.config import LookaheadConfig, RamTier
 from aprefetch.engine.step import StepRunner
 from aprefetch.models.base import Chunk
 from aprefetch.pipeline import budget
@@ -46,6 +46,7 @@ class Setting:
     vram_budget: int
     ram_budget: int
     policy: str = "layered"
+    ram_tier: RamTier = "inclusive"
     guesses: Guesses = "trace"
     depth: int = 1
     width: int | None = None
@@ -92,6 +93,8 @@ class Outcome:
             "ram_hit_rate": c.hits_ram / max(1, c.misses_device),
             "bytes_read_per_step": self.bytes_read / steps,
             "bytes_wasted_per_step": c.bytes_wasted / steps,
+            "demotions_per_step": c.demotions / steps,
+            "uploads_per_step": c.uploads / steps,
             "guesses_issued": c.guesses_issued,
             "guesses_useful": c.guesses_useful,
             "guesses_wasted": c.guesses_wasted,
@@ -146,7 +149,7 @@ async def _run(
     experts = experts or SimExperts.of(trace)
     counters, recorder = Counters(), RoutingRecorder(trace.meta)
     tracer = Tracer(2_000_000, {"model": trace.meta["model"]}) if with_spans else None
-    device = SimDevice(setting.upload_gbps)
+    device = SimDevice(setting.upload_gbps, is_duplex=not setting.settled)
     disk = SimDisk(
         gbps=setting.gbps,
         latency_s=setting.latency_s,
@@ -162,6 +165,7 @@ async def _run(
         vram_budget=setting.vram_budget,
         ram_budget=setting.ram_budget,
         policy=setting.policy,
+        ram_tier=setting.ram_tier,
         counters=counters,
         tracer=tracer,
         guess_share=setting.guess_share,
@@ -353,6 +357,7 @@ def main() -> int:
         vram_budget=_bytes(args.vram, full),
         ram_budget=_bytes(args.ram, full),
         policy=args.policy,
+        ram_tier=args.ram_tier or ("exclusive" if args.geometry else "inclusive"),
         guesses=args.guesses,
         depth=args.depth,
         width=args.width,
@@ -384,6 +389,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--vram", default="0.2", help="bytes, or a share of all experts (0.2)")
     parser.add_argument("--ram", default="0", help="bytes, or a share; 0: off")
     parser.add_argument("--policy", default="layered")
+    parser.add_argument(
+        "--ram-tier",
+        choices=("exclusive", "inclusive"),
+        help="by default what the runtime chooses: exclusive on a GPU, which --geometry stands for",
+    )
     parser.add_argument("--guesses", choices=("trace", "perfect", "wrong", "off"), default="trace")
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--width", type=int, help="most guesses per layer and row")

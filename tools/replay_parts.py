@@ -81,7 +81,14 @@ def virtual_time() -> Iterator[VirtualLoop]:
     """A loop, while whose context the product's clocks are its clock."""
     loop = VirtualLoop()
     clock = _VirtualClock(loop)
-    modules = ("pipeline.demand", "pipeline.uploader", "engine.step", "trace", "routing_trace")
+    modules = (
+        "pipeline.demand",
+        "pipeline.demotion",
+        "pipeline.uploader",
+        "engine.step",
+        "trace",
+        "routing_trace",
+    )
     with contextlib.ExitStack() as stack:
         for name in modules:
             stack.enter_context(mock.patch(f"aprefetch.{name}.time", clock))
@@ -177,13 +184,19 @@ class _DoneTicket:
 
 
 class SimDevice:
-    """A `Device` on which compute takes what `spend` says, and copies go one after the other."""
+    """A `Device` on which compute takes what `spend` says, and copies go one after the other.
+
+    Copies to the device and back do not hold each other up if the bus is duplex; if not, all
+    report in the order in which they were asked for, as on the CPU.
+    """
 
     name = "cpu"  # as there, compute is over when its call returns
 
-    def __init__(self, upload_gbps: float) -> None:
+    def __init__(self, upload_gbps: float, *, is_duplex: bool = True) -> None:
+        self._is_duplex = is_duplex
         self._bytes_per_s = upload_gbps * 1e9
-        self._copy_free_s = 0.0
+        self._slots: torch.Tensor | None = None
+        self._copy_free_s = {True: 0.0, False: 0.0}  # by whether it is to the device
         self._due_s = 0.0
 
     def spend(self, ns: float) -> None:
@@ -196,14 +209,17 @@ class SimDevice:
 
     def alloc_slots(self, n_bytes: int) -> torch.Tensor:
         """See `Device`."""
-        return torch.empty(n_bytes, dtype=torch.uint8, device="meta")
+        self._slots = torch.empty(n_bytes, dtype=torch.uint8, device="meta")
+        return self._slots
 
     def copy_async(self, copies: Sequence[Any], done: Callable[[Exception | None], None]) -> None:
         """See `Device`."""
         loop = asyncio.get_running_loop()
         n_bytes = sum(target.numel() for target, _ in copies)
-        self._copy_free_s = max(self._copy_free_s, loop.time()) + n_bytes / self._bytes_per_s
-        loop.call_at(self._copy_free_s, done, None)
+        is_upload = not self._is_duplex or copies[0][0]._base is self._slots
+        free_s = max(self._copy_free_s[is_upload], loop.time()) + n_bytes / self._bytes_per_s
+        self._copy_free_s[is_upload] = free_s
+        loop.call_at(free_s, done, None)
 
     def record(self) -> _DoneTicket:
         """See `Device`."""

@@ -169,6 +169,16 @@ class OrdersCopies(Protocol):
         """
         ...
 
+    def enqueue_copies_back(self, copies: Sequence[AddressedCopy]) -> Ticket:
+        """The same from the device to host memory, beside copies to the device.
+
+        In no order with anything else: whoever wrote the source must be known to have ended.
+
+        Raises:
+            DeviceError: they could not be started.
+        """
+        ...
+
     def follow(self, ticket: Ticket) -> None:
         """Compute enqueued from now on runs after the ticket's work."""
         ...

@@ -115,8 +115,10 @@ class CudaDevice:
         self._reserve_bytes = reserve_bytes
         self._ops: Ops | None = None
         self._closed = False
-        self._copies = CopyStream(self.torch_device)
         self._copy_watch = Watch("aprefetch-copy-watch", self.torch_device)
+        self._back_watch = Watch("aprefetch-back-watch", self.torch_device)
+        self._copies = CopyStream(self.torch_device, self._copy_watch)
+        self._copies_back = CopyStream(self.torch_device, self._back_watch, is_back=True)
         self._compute_watch = Watch("aprefetch-compute-watch", self.torch_device)
         self._copier: ThreadPoolExecutor | None = None
         self._compute: ThreadPoolExecutor | None = None
@@ -174,24 +176,28 @@ class CudaDevice:
     def copy_async(self, copies: Sequence[Copy], done: CopyDone) -> None:
         if self._closed:
             raise RuntimeClosedError("the device was closed")
-        if self._pageable and any(self._is_pageable(src) for _, src in copies):
+        if self._pageable and any(self._is_pageable(side) for copy in copies for side in copy):
             self._copy_pageable(copies, done)
             return
         try:
-            event = self._enqueue(copies)
+            stream = self._stream_for(copies)
+            event = self._enqueue(copies, stream)
         except RuntimeError as failure:
-            error = DeviceError(f"a copy to the GPU failed: {failure}")
+            error = DeviceError(f"a copy failed on the GPU: {failure}")
             asyncio.get_running_loop().call_soon(done, error)
             return
-        self._copy_watch.add(event, lambda: done(None))
-        self._copy_watch.expedite()
+        stream.watch.add(event, lambda: done(None))
+        stream.watch.expedite()
 
-    def _enqueue(self, copies: Sequence[Copy]) -> torch.cuda.Event:
+    def _stream_for(self, copies: Sequence[Copy]) -> CopyStream:
+        return self._copies if copies and copies[0][0].is_cuda else self._copies_back
+
+    def _enqueue(self, copies: Sequence[Copy], stream: CopyStream) -> torch.cuda.Event:
         event = new_event()
-        with torch.cuda.stream(self._copies.stream):
+        with torch.cuda.stream(stream.stream):
             for dst, src in copies:
                 dst.copy_(src, non_blocking=True)
-            event.record(self._copies.stream)
+            event.record(stream.stream)
         return event
 
     @property
@@ -205,20 +211,28 @@ class CudaDevice:
             raise RuntimeClosedError("the device was closed")
         return self._copies.enqueue(copies)
 
+    def enqueue_copies_back(self, copies: Sequence[AddressedCopy]) -> CudaTicket:
+        """See `OrdersCopies`; targets must be pinned."""
+        if self._closed:
+            raise RuntimeClosedError("the device was closed")
+        return self._copies_back.enqueue(copies)
+
     def follow(self, ticket: Ticket) -> None:
         assert isinstance(ticket, CudaTicket)
         torch.cuda.current_stream(self.torch_device).wait_event(ticket.event)
 
     def poll(self) -> None:
         self._copy_watch.poll()
+        self._back_watch.poll()
         self._compute_watch.poll()
 
     def expedite(self) -> None:
         self._copy_watch.expedite()
+        self._back_watch.expedite()
         self._compute_watch.expedite()
 
-    def _is_pageable(self, source: Tensor) -> bool:
-        at = source.data_ptr()
+    def _is_pageable(self, side: Tensor) -> bool:
+        at = side.data_ptr()
         return any(start <= at < stop for start, stop in self._pageable)
 
     def _copy_pageable(self, copies: Sequence[Copy], done: CopyDone) -> None:
@@ -230,9 +244,9 @@ class CudaDevice:
             error: Exception | None = None
             try:
                 torch.cuda.set_device(self.torch_device)
-                self._enqueue(copies).synchronize()
+                self._enqueue(copies, self._stream_for(copies)).synchronize()
             except RuntimeError as failure:
-                error = DeviceError(f"a copy to the GPU failed: {failure}")
+                error = DeviceError(f"a copy failed on the GPU: {failure}")
             if not loop.is_closed():
                 loop.call_soon_threadsafe(done, error)
 
@@ -249,9 +263,7 @@ class CudaDevice:
         if not isinstance(ticket, CudaTicket) or ticket.done():
             asyncio.get_running_loop().call_soon(callback)
         else:
-            (self._copy_watch if ticket.is_copy else self._compute_watch).add(
-                ticket.event, callback
-            )
+            (ticket.watch or self._compute_watch).add(ticket.event, callback)
 
     async def wait(self, ticket: Ticket) -> None:
         for _ in range(_POLLS_BEFORE_SLEEP):  # short waits are not worth a trip to a thread
@@ -302,5 +314,6 @@ class CudaDevice:
             if pool is not None:
                 pool.shutdown(wait=True)
         self._copy_watch.close()
+        self._back_watch.close()
         self._compute_watch.close()
         torch.cuda.synchronize(self.torch_device)

@@ -33,11 +33,11 @@ def new_event() -> torch.cuda.Event:
 class CudaTicket:
     """Stands for the work that was on a stream when it was made."""
 
-    __slots__ = ("event", "is_copy")
+    __slots__ = ("event", "watch")
 
-    def __init__(self, event: torch.cuda.Event, *, is_copy: bool = False) -> None:
+    def __init__(self, event: torch.cuda.Event, watch: Watch | None = None) -> None:
         self.event = event
-        self.is_copy = is_copy
+        self.watch = watch  # of the stream; None for that of compute
 
     def done(self) -> bool:
         """Whether that work has finished; never blocks."""

@@ -95,7 +95,7 @@ class StepRunner:
         self._counters = counters
         self._tracer = tracer
         self._recorder = recorder
-        self._settled = settled
+        self._settled = coordinator.is_orderly = settled
         self._ordered = device if isinstance(device, OrdersCopies) else None
         info = model.info
         self._costs = SegmentCosts(info)

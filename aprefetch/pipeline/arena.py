@@ -26,14 +26,17 @@ class Pool:
     """The slots of one size class in one tier."""
 
     __slots__ = (
+        "duplicates",
         "exact",
         "free",
         "guesses",
         "ledger",
+        "n_demoting",
         "n_slots",
         "n_unavailable",
         "open",
         "policy",
+        "reserve",
         "slot_bytes",
         "slots",
         "wanted",
@@ -57,6 +60,11 @@ class Pool:
         # do not see them: they leave for a demand that finds nothing else, and for no guess.
         self.guesses: dict[Entry, None] = {}
         self.exact: dict[Entry, None] = {}
+        # Of an exclusive RAM tier: copies whose objects are on the device. Policies do not see them
+        # either: they leave before all others, the oldest first.
+        self.duplicates: dict[Entry, None] = {}
+        self.reserve = 0  # slots kept free ahead of need: of device pools over an exclusive tier
+        self.n_demoting = 0  # slots that are being copied back
 
     def take(self) -> Slot:
         """A free slot; there must be one."""
@@ -69,6 +77,17 @@ class Pool:
         slot.entry = None
         self.ledger.give(slot.n_bytes)
         self.free.append(slot)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a slot is free besides those kept free."""
+        return len(self.free) > self.reserve
+
+    def coldest(self) -> int | None:
+        """The next victim, which stays; None if there is none."""
+        for entry in self.duplicates:
+            return entry.item
+        return self.policy.coldest()
 
     def oldest(self) -> Demand | None:
         """The open demand that has waited longest and still lacks an object."""

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from aprefetch.config import RamTier
 from aprefetch.device.base import Device
 from aprefetch.errors import RuntimeClosedError, RuntimeStateError
 from aprefetch.pipeline.budget import (
@@ -44,6 +45,7 @@ from aprefetch.types import ExpertKey
 __all__ = ["Coordinator", "Demand", "Lease"]
 
 _UPLOADING, _RESIDENT = SlotState.UPLOADING, SlotState.RESIDENT
+_DEMOTING = SlotState.DEMOTING
 
 
 class Coordinator(Movement):
@@ -56,6 +58,8 @@ class Coordinator(Movement):
         vram_budget: bytes of the device cache.
         ram_budget: bytes of the host-RAM tier; 0 turns the tier off and leaves a small staging.
         policy: "layered", "lfu" (ageing frequency) or "lru", for both tiers; see `cache`.
+        ram_tier: "inclusive" keeps copies of what was read; "exclusive" takes what leaves the
+            device, and keeps no copies of what is there longer than their room is of no other use.
         counters: written on the loop's thread.
         tracer: spans of reads, uploads and waits; None for none.
         guess_share: the largest part of each pool that guesses may hold at a time.
@@ -75,6 +79,7 @@ class Coordinator(Movement):
         vram_budget: int,
         ram_budget: int,
         policy: str = "lfu",
+        ram_tier: RamTier = "inclusive",
         counters: Counters,
         tracer: Tracer | None = None,
         guess_share: float = 0.25,
@@ -84,6 +89,7 @@ class Coordinator(Movement):
             vram_budget=vram_budget,
             ram_budget=ram_budget,
             policy=policy,
+            is_exclusive=ram_tier == "exclusive",
             counters=counters,
         )
         super().__init__(experts, device, reader, tiers, counters, tracer, guess_share)
@@ -119,7 +125,7 @@ class Coordinator(Movement):
             entry = self._objects[lane.first_item + expert]
             if entry is None:
                 found.append(3)
-            elif entry.device is not None and entry.device.state is not _UPLOADING:
+            elif entry.device is not None and not entry.stage:
                 found.append(0)
             elif entry.stage is Stage.READING or entry.stage is Stage.DRAINING:
                 found.append(2)
@@ -160,7 +166,7 @@ class Coordinator(Movement):
             if entry.wish:
                 self._confirm(entry)
             slot = entry.device
-            if slot is None or slot.state is _UPLOADING:
+            if slot is None or slot.state is _UPLOADING or slot.state is _DEMOTING:
                 if slot is None or slot.copy is None:
                     self._miss(demand, entry)
                 else:  # compute can follow the copy
@@ -347,7 +353,7 @@ class Coordinator(Movement):
         n_brought = 0
         for entry in entries:
             lane = entry.lane
-            if not lane.landing.free:
+            if not (lane.landing.free and lane.landing.has_spare()):
                 await self.settled()
             if self.is_closed:
                 break
@@ -358,7 +364,8 @@ class Coordinator(Movement):
                 continue
             # A copy whose object is on the device already may make room for one that is not.
             if not lane.landing.free and not (
-                lane.device.free and self._tiers.make_room(lane.landing, entry, self._drop_wish)
+                (lane.landing.duplicates if self._tiers.is_exclusive else lane.device.free)
+                and self._tiers.make_room(lane.landing, entry, self._drop_wish)
             ):
                 continue
             entry.wish = Wish.WARM
@@ -416,4 +423,5 @@ class Coordinator(Movement):
         await asyncio.shield(self._idle)
         self._arena = None
         self._uploader = None
+        self._demotions = None
         self._host.close()

@@ -12,6 +12,7 @@ still write to is READING or DRAINING and not reused; the oldest demand is serve
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from aprefetch.device.base import Device, OrdersCopies
 from aprefetch.errors import AprefetchError, DeviceError, RuntimeClosedError
 from aprefetch.pipeline.arena import Pool
 from aprefetch.pipeline.demand import Demand
+from aprefetch.pipeline.demotion import Demotions
 from aprefetch.pipeline.guesses import GuessTrust
 from aprefetch.pipeline.objects import Entry, ObjectRead, Stage, WantQueue, Wish
 from aprefetch.pipeline.reader import Priority, Reader, ReadJob
@@ -43,7 +45,11 @@ _KINDS: dict[Priority, Kind] = {
 
 
 class Movement:
-    """State and steps of loads. `Coordinator` is the class to use."""
+    """State and steps of loads. `Coordinator` is the class to use.
+
+    `is_orderly`: what a read brought is published once no copy is under way. With one read at a
+    time all happens in one order then, however long anything takes. For runs that repeat exactly.
+    """
 
     def __init__(
         self,
@@ -65,13 +71,19 @@ class Movement:
         self._trust = GuessTrust()
         self._checker = experts if isinstance(experts, ChecksObjects) else None
         self._busy_until_ns = 0  # end of the latest read
+        self.is_orderly = False
+        self._held_back: deque[tuple[ObjectRead, BaseException | None]] = deque()
         self._host = device.alloc_host(max(tiers.landing_bytes, 1), experts.alignment)
         self._arena: Tensor | None = device.alloc_slots(max(tiers.device_bytes, 1))
         self._uploader: Uploader | None = Uploader(
             experts, device, self._host.tensor, self._arena, counters, tracer
         )
+        self._demotions: Demotions | None = Demotions(
+            experts, device, self._host.tensor, self._arena, tiers, counters, tracer, self._demoted
+        )
         self._ordered = ordered_copies(device)
-        self._n_moving = 0  # reads, uploads and releases that have yet to report
+        self._n_moving = 0  # reads, uploads, copies back and releases that have yet to report
+        self._n_copying = 0  # uploads and copies back among them
         self._is_pumping = False
         self._open: dict[Demand, None] = {}  # demands that lack an object
         self._idle: asyncio.Future[None] | None = None
@@ -160,6 +172,8 @@ class Movement:
                 for pool in self._tiers.device_pools:
                     if pool.wanted:
                         goes_on |= self._feed_device(pool)
+                    if pool.reserve:
+                        self._free_ahead(pool, pool.reserve)
                 if not goes_on and self._open and self._ordered is not None:
                     goes_on = self._hurry(self._ordered)
         finally:
@@ -212,13 +226,37 @@ class Movement:
                 self._tiers.claim(pool, entry, slot)
                 self._grant(entry, slot)
                 continue
-            if not self._tiers.make_room(pool, entry, self._drop_wish):
+            if not self._make_device_room(pool, entry):
                 break
             WantQueue.drop(entry)
             if entry.wish is Wish.EXACT:
                 pool.exact[entry] = None
             self._upload(entry, pool.take())
         return has_rerouted
+
+    def _make_device_room(self, pool: Pool, entry: Entry) -> bool:
+        """See that a device pool has a free slot; false as well if one is about to become free."""
+        if not pool.free and self._tiers.is_exclusive:
+            self._free_ahead(pool, max(1, pool.reserve))
+            if pool.n_demoting and not pool.free:
+                return False
+        return self._tiers.make_room(pool, entry, self._drop_wish)
+
+    def _free_ahead(self, pool: Pool, n_slots: int) -> None:
+        """Let the coldest objects leave the device until `n_slots` are, or will be, free."""
+        assert self._demotions is not None
+        n_begun = self._demotions.free_ahead(pool, n_slots)
+        self._n_moving += n_begun
+        self._n_copying += n_begun
+
+    def _demoted(self, entry: Entry, error: Exception | None) -> None:
+        """An object was copied back to host RAM, or the copy failed."""
+        self._n_moving -= 1
+        self._n_copying -= 1
+        assert self._demotions is not None
+        self._demotions.settle(entry, error)
+        self._pump()
+        self._note_idle()
 
     def _read(self, entry: Entry, slot: Slot) -> None:
         """Read an object into a landing slot."""
@@ -276,6 +314,9 @@ class Movement:
 
     def _settle_read(self, job: ObjectRead, error: BaseException | None) -> None:
         """Publish what a read brought, or give its slot back."""
+        if self.is_orderly and self._n_copying:
+            self._held_back.append((job, error))
+            return
         entry = job.entry
         slot, pool = entry.landing, entry.lane.landing
         assert slot is not None
@@ -321,7 +362,7 @@ class Movement:
     def _upload_warm(self, entry: Entry, slot: Slot) -> None:
         """Copy an object of the hot list on if the device has room that nobody wants."""
         pool, landing = entry.lane.device, entry.lane.landing
-        if pool.free and pool.has_spare() and not pool.wanted and not self.is_closed:
+        if pool.has_room and pool.has_spare() and not pool.wanted and not self.is_closed:
             landing.policy.hold(entry.item)
             landing.n_unavailable += 1
             self._upload(entry, pool.take())
@@ -367,6 +408,7 @@ class Movement:
         entry.lane.device.n_unavailable += 1
         entry.stage = Stage.UPLOADING
         self._n_moving += 1
+        self._n_copying += 1
         kind: Kind = "demand" if entry.waiters else "exact" if entry.wish is Wish.EXACT else "guess"
         assert self._uploader is not None
         slot.copy = self._uploader.start(entry, kind, self._uploaded)
@@ -378,6 +420,7 @@ class Movement:
         lane, slot, copy = entry.lane, entry.device, entry.landing
         assert slot is not None and copy is not None
         self._n_moving -= 1
+        self._n_copying -= 1
         slot.copy = None
         entry.stage = Stage.IDLE
         lane.landing.n_unavailable -= 1
@@ -388,8 +431,7 @@ class Movement:
             move(slot, _FAILED)
             move(slot, _FREE)
             lane.device.n_unavailable -= 1
-            lane.device.give(slot)
-            entry.device = None
+            self._tiers.free_device(entry, slot)
             self._fail(entry, error)
         elif entry.waiters:
             move(slot, _RESIDENT)
@@ -434,6 +476,8 @@ class Movement:
             await waiter
 
     def _note_idle(self) -> None:
+        if self._held_back and not self._n_copying:
+            self._settle_read(*self._held_back.popleft())
         if self._settling and self._n_moving == 0:
             settling, self._settling = self._settling, []
             for waiter in settling:

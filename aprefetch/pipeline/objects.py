@@ -38,6 +38,7 @@ class Stage(IntEnum):
     STAGED = 3  # bytes in a landing slot that is held; in a device pool's queue
     UPLOADING = 4  # being copied to its device slot
     DRAINING = 5  # a read nobody wants any more has yet to land
+    DEMOTING = 6  # being copied back from its device slot to a landing slot
 
 
 class Wish(IntEnum):

@@ -7,6 +7,8 @@ Only the coordinator changes states, and only through `move`, which checks the e
 A landing slot goes FREE, READING, READY, UPLOADING and stays RESIDENT as the RAM tier's copy (or
 goes back to FREE where that tier is off); a device slot goes FREE, UPLOADING, RESIDENT <-> LEASED.
 Where the device orders compute behind copies, a slot is leased while UPLOADING already.
+DEMOTING: a device slot whose bytes are being copied back to a landing slot, and that landing slot.
+Then the one is FREE, or RESIDENT again if a demand came meanwhile, and the other RESIDENT.
 FAILED: the read ended with an error, nothing was published. DRAINING: nobody wants the read any
 more, but it may still write; the slot is not reused before it has landed.
 """
@@ -37,18 +39,20 @@ class SlotState(IntEnum):
     LEASED = 5
     DRAINING = 6
     FAILED = 7
+    DEMOTING = 8
 
 
 _S = SlotState
 _EDGES: dict[SlotState, frozenset[SlotState]] = {
-    _S.FREE: frozenset({_S.READING, _S.UPLOADING}),
+    _S.FREE: frozenset({_S.READING, _S.UPLOADING, _S.DEMOTING}),
     _S.READING: frozenset({_S.READY, _S.DRAINING, _S.FAILED}),
     _S.READY: frozenset({_S.UPLOADING, _S.RESIDENT, _S.FREE}),
     _S.UPLOADING: frozenset({_S.RESIDENT, _S.FREE, _S.FAILED}),
-    _S.RESIDENT: frozenset({_S.LEASED, _S.UPLOADING, _S.FREE}),
+    _S.RESIDENT: frozenset({_S.LEASED, _S.UPLOADING, _S.DEMOTING, _S.FREE}),
     _S.LEASED: frozenset({_S.RESIDENT}),
     _S.DRAINING: frozenset({_S.FREE}),
     _S.FAILED: frozenset({_S.FREE}),
+    _S.DEMOTING: frozenset({_S.FREE, _S.RESIDENT, _S.FAILED}),
 }
 
 

@@ -4,6 +4,9 @@ Part of the coordinator, which is its only user; split off because it is all abo
 about time. The landing tier's slots take reads and stay as cached copies; the device tier's slots
 are what compute reads. Room comes from free slots, then from the policy's coldest object, and for a
 demand at last from objects that came ahead of their turn.
+
+An inclusive RAM tier keeps what was read, by the policy. In an exclusive one copies of objects that
+are on the device leave first, and what leaves the device may be copied back (see `demotion`).
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ from aprefetch.types import ExpertKey
 
 __all__ = ["Tiers"]
 
+RESERVE_SHARE, MOST_RESERVED = 64, 8
+"""Device slots kept free over an exclusive RAM tier: one in so many, and no more than these."""
+
 _FREE, _RESIDENT, _LEASED = SlotState.FREE, SlotState.RESIDENT, SlotState.LEASED
 
 
@@ -46,10 +52,12 @@ class Tiers:
         vram_budget: int,
         ram_budget: int,
         policy: str,
+        is_exclusive: bool,
         counters: Counters,
     ) -> None:
         self._counters = counters
         self.keeps_copies = ram_budget > 0
+        self.is_exclusive = is_exclusive and self.keeps_copies
         device_plans = divide(device_classes(experts), vram_budget, option="vram_budget")
         landing_plans = (
             divide(landing_classes(experts), ram_budget, option="ram_budget")
@@ -74,6 +82,10 @@ class Tiers:
         device, self.device_bytes = carve(device_plans, self.vram, make_policy, WantQueue)
         self.landing_pools = tuple(dict.fromkeys(landing.values()))
         self.device_pools = tuple(dict.fromkeys(device.values()))
+        if self.is_exclusive:
+            for pool, plan in zip(self.device_pools, device_plans, strict=True):
+                if plan.n_slots < plan.size_class.n_objects:  # else nothing need ever leave
+                    pool.reserve = min(MOST_RESERVED, plan.n_slots // RESERVE_SHARE)
         self.lanes: dict[int, Lane] = {}
         first = 0
         for layer, layout in experts.layers.items():
@@ -117,7 +129,7 @@ class Tiers:
         """
         if pool.free:
             return True
-        victim = pool.policy.coldest()
+        victim = pool.coldest()
         if victim is None and entry.waiters:
             for ahead in (*pool.guesses, *pool.exact):
                 if ahead.stage is Stage.IDLE:
@@ -125,7 +137,7 @@ class Tiers:
                     break
             if pool.free:
                 return True
-            victim = pool.policy.coldest()
+            victim = pool.coldest()
         if victim is None:
             return False
         self._evict_item(pool, victim)
@@ -133,14 +145,19 @@ class Tiers:
 
     def make_room_for_guess(self, pool: Pool, entry: Entry, *, may_displace: bool) -> bool:
         """Free room, or room of an object colder than the guess; `may_displace`: of any coldest."""
-        if pool.free:
+        if pool.has_room:
             return True
         policy = pool.policy
-        victim = policy.coldest()
+        victim = pool.coldest()
         if victim is None:
             return False
+        if pool.duplicates:
+            self._evict_item(pool, victim)
+            return True
         if policy.score(victim) > policy.score(entry.item) and not may_displace:
             return False
+        if pool.reserve:  # a slot kept free stands for the victim's, which follows
+            return bool(pool.free)
         self._evict_item(pool, victim)
         return True
 
@@ -148,23 +165,31 @@ class Tiers:
         entry = self.objects[item]
         assert entry is not None
         if pool is entry.lane.device:
-            self._evict(entry)
+            self.evict(entry)
         else:
-            self._evict_copy(entry)
+            self.evict_copy(entry)
 
-    def _evict(self, entry: Entry) -> None:
+    def evict(self, entry: Entry) -> None:
         """Take an object from the device. Its copy in RAM, if there is one, counts as used."""
         pool, slot = entry.lane.device, entry.device
         assert slot is not None
         move(slot, _FREE)
         pool.policy.hold(entry.item)
-        pool.give(slot)
-        entry.device = None
-        self._counters.evictions_device += 1
         if entry.landing is not None:
             entry.lane.landing.policy.touch(entry.item)
+        self._counters.evictions_device += 1
+        self.free_device(entry, slot)
 
-    def _evict_copy(self, entry: Entry) -> None:
+    def free_device(self, entry: Entry, slot: Slot) -> None:
+        """Give back a device slot whose state is FREE already."""
+        entry.lane.device.give(slot)
+        entry.device = None
+        landing = entry.lane.landing
+        if entry in landing.duplicates:  # the copy is the only one from now on
+            del landing.duplicates[entry]
+            landing.policy.admit(entry.item)
+
+    def evict_copy(self, entry: Entry) -> None:
         """Drop an object's copy in host RAM."""
         slot = entry.landing
         assert slot is not None
@@ -174,8 +199,10 @@ class Tiers:
 
     def free_landing(self, entry: Entry, slot: Slot) -> None:
         """Give back a landing slot whose state is FREE already."""
-        entry.lane.landing.policy.hold(entry.item)
-        entry.lane.landing.give(slot)
+        landing = entry.lane.landing
+        landing.policy.hold(entry.item)
+        landing.duplicates.pop(entry, None)
+        landing.give(slot)
         entry.landing = None
 
     def settle_copy(self, entry: Entry, slot: Slot, *, stays: bool = False) -> None:
@@ -186,7 +213,10 @@ class Tiers:
         if self.keeps_copies or stays:
             if slot.state is not _RESIDENT:
                 move(slot, _RESIDENT)
-            entry.lane.landing.policy.admit(entry.item)
+            if self.is_exclusive and entry.device is not None:
+                entry.lane.landing.duplicates[entry] = None
+            else:
+                entry.lane.landing.policy.admit(entry.item)
         else:
             move(slot, _FREE)
             self.free_landing(entry, slot)

@@ -36,6 +36,29 @@ async def test_bytes_arrive_from_a_pinned_arena(device):
     arena.close()
 
 
+async def test_copies_back_beside_copies_to_the_device(device):
+    """Both ways at once, by tensor and by address, a hundred times."""
+    n = 1 << 20
+    arena, slots = device.alloc_host(4 * n), device.alloc_slots(4 * n)
+    for turn in range(100):
+        arena.tensor.random_(0, 256)
+        want = arena.tensor.clone()
+        assert await upload(device, slots[:n], arena.tensor[:n]) is None
+        back = upload(device, arena.tensor[n : 2 * n], slots[:n])
+        there = upload(device, slots[2 * n : 3 * n], arena.tensor[2 * n : 3 * n])
+        assert await back is None and await there is None
+        assert torch.equal(arena.tensor[n : 2 * n], want[:n])
+        ticket = device.enqueue_copies_back(
+            [(arena.tensor[3 * n :].data_ptr(), slots[2 * n :].data_ptr(), n)]
+        )
+        done = asyncio.Event()
+        device.when_done(ticket, done.set)
+        if turn % 2:
+            device.expedite()
+        await asyncio.wait_for(done.wait(), 10)
+        assert torch.equal(arena.tensor[3 * n :], want[2 * n : 3 * n])
+
+
 async def test_a_failing_pin_falls_back_and_leaves_no_error(device, monkeypatch):
     class Refuses:
         def cudaHostRegister(self, *_):
@@ -50,6 +73,10 @@ async def test_a_failing_pin_falls_back_and_leaves_no_error(device, monkeypatch)
     slots = device.alloc_slots(1 << 20)
     assert await upload(device, slots, arena.tensor) is None
     assert torch.equal(slots.cpu(), arena.tensor)
+    want = arena.tensor.clone()
+    arena.tensor.zero_()
+    assert await upload(device, arena.tensor, slots) is None  # and back
+    assert torch.equal(arena.tensor, want)
     assert real is torch.cuda.cudart
 
 

@@ -37,6 +37,7 @@ class OrderedDevice(CpuDevice):
         self.under_way: deque[CopyTicket] = deque()
         self.ended: list[CopyTicket] = []
         self.n_followed = 0
+        self.n_back = 0
         self.is_broken = False
 
     orders_copies = True
@@ -44,6 +45,13 @@ class OrderedDevice(CpuDevice):
     def enqueue_copies(self, copies: Sequence[AddressedCopy]) -> CopyTicket:
         if self.is_broken:
             raise DeviceError("bus error")
+        self.under_way.append(CopyTicket(self, copies))
+        return self.under_way[-1]
+
+    def enqueue_copies_back(self, copies: Sequence[AddressedCopy]) -> CopyTicket:
+        if self.is_broken:
+            raise DeviceError("bus error")
+        self.n_back += 1
         self.under_way.append(CopyTicket(self, copies))
         return self.under_way[-1]
 

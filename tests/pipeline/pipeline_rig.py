@@ -12,6 +12,7 @@ from objects_on_disk import FileExperts
 from aprefetch.device.cpu import CpuDevice
 from aprefetch.errors import ReadError
 from aprefetch.pipeline.coordinator import Coordinator, Demand
+from aprefetch.pipeline.objects import Stage
 from aprefetch.pipeline.reader import ReadCancelled, make_reader
 from aprefetch.pipeline.slots import Lease, SlotState
 from aprefetch.stats import Counters
@@ -91,7 +92,7 @@ class Rig:
             for pool in pools:
                 free = set(map(id, pool.free))
                 assert len(free) == len(pool.free)
-                unavailable = 0
+                unavailable = demoting = 0
                 for slot in pool.slots:
                     is_free = slot.state is SlotState.FREE
                     assert is_free == (id(slot) in free) == (slot.entry is None)
@@ -103,13 +104,18 @@ class Rig:
                     assert slot is (entry.landing if pools is c.landing_pools else entry.device)
                     admitted = entry.item in pool.policy._admitted  # type: ignore[attr-defined]
                     ahead = entry in pool.guesses or entry in pool.exact
-                    unavailable += not admitted and (not ahead or entry.stage != 0)
+                    is_copy = entry in pool.duplicates
+                    assert not (is_copy and (admitted or entry.device is None))
+                    unavailable += not (admitted or is_copy) and (not ahead or entry.stage != 0)
                     assert not (admitted and slot.pins)
                     in_use_early = slot.copy is not None and slot.state is SlotState.UPLOADING
                     assert in_use_early or (slot.state is SlotState.LEASED) == (slot.pins > 0)
                     if idle:
                         assert slot.state is SlotState.RESIDENT or ahead
+                    demoting += slot.state is SlotState.DEMOTING
+                    assert (slot.state is SlotState.DEMOTING) == (entry.stage == Stage.DEMOTING)
                 assert unavailable == pool.n_unavailable
+                assert demoting == pool.n_demoting or pools is c.landing_pools
                 if idle:
                     assert pool.n_unavailable == 0 and not pool.open
                     assert pool.wanted.head() is None

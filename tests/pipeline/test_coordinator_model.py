@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from objects_on_disk import FileExperts
 from pipeline_rig import SIZES, Rig, ScriptedReader, settle
+from scripted_device import ScriptedDevice
 
-from aprefetch.errors import ReadError
+from aprefetch.errors import DeviceError, ReadError
 from aprefetch.pipeline.coordinator import Coordinator, Demand
 from aprefetch.pipeline.slots import Lease, SlotState
 
@@ -21,7 +22,7 @@ EXPERTS = st.sets(st.integers(0, 7), min_size=1, max_size=8).map(sorted)
 
 
 class PipelineMachine(RuleBasedStateMachine):
-    """Demands, guesses, releases, closes, slow, failing and cancelled reads, in any order."""
+    """Demands, guesses, releases, closes, slow, failing and cancelled reads and copies, anyhow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,10 +33,11 @@ class PipelineMachine(RuleBasedStateMachine):
     @initialize(
         vram=st.integers(0, 120_000),
         ram=st.one_of(st.none(), st.integers(0, 200_000)),
-        policy=st.sampled_from(["lfu", "lru"]),
+        policy=st.sampled_from(["lfu", "lru", "layered"]),
+        ram_tier=st.sampled_from(["inclusive", "exclusive", "exclusive"]),
         share=st.sampled_from([0.0, 0.25, 0.5]),
     )
-    def open(self, vram: int, ram: int | None, policy: str, share: float) -> None:
+    def open(self, vram: int, ram: int | None, policy: str, ram_tier: str, share: float) -> None:
         experts = FileExperts(Path(self.folder.name) / "experts.bin", SIZES)
         least_vram, least_ram = Coordinator.minimum_budgets(experts)
 
@@ -47,7 +49,9 @@ class PipelineMachine(RuleBasedStateMachine):
                 ram=0 if ram is None else least_ram + ram,
                 reader=lambda base: ScriptedReader(base, loop),
                 queue_depth=2,
+                device=ScriptedDevice(),
                 policy=policy,
+                ram_tier=ram_tier,
                 guess_share=share,
             )
 
@@ -108,9 +112,18 @@ class PipelineMachine(RuleBasedStateMachine):
         self.rig.reader.holds = lambda job: job.key.expert in holds
         self.rig.reader.fails = lambda job: job.key.expert in fails
 
+    @rule(held=st.sets(st.booleans()), failing=st.sets(st.booleans()))
+    def copies(self, held: set[bool], failing: set[bool]) -> None:
+        self.rig.device.holds = lambda is_back: is_back in held
+        self.rig.device.fails = lambda is_back: is_back in failing
+
     @rule()
     def let_go(self) -> None:
         self.run(self.rig.reader.let_go)
+
+    @rule()
+    def let_copies_go(self) -> None:
+        self.run(self.rig.device.let_go)
 
     @rule(n=st.integers(1, 20))
     def time_passes(self, n: int) -> None:
@@ -118,9 +131,16 @@ class PipelineMachine(RuleBasedStateMachine):
 
     @rule()
     def quiet(self) -> None:
-        self.rig.reader.holds = lambda job: False
-        self.run(self.rig.reader.let_go)
+        self.calm()
         self.runner.run(settle(self.rig))
+
+    def calm(self) -> None:
+        """From now on everything goes as it should."""
+        reader, device = self.rig.reader, self.rig.device
+        reader.holds = reader.fails = lambda job: False
+        device.holds = device.fails = lambda is_back: False
+        self.run(reader.let_go)
+        self.run(device.let_go)
 
     @invariant()
     def is_sound(self) -> None:
@@ -132,13 +152,13 @@ class PipelineMachine(RuleBasedStateMachine):
             assert all(lease._slot.state is SlotState.LEASED for lease in held if lease.is_live)
             coming = {entry.key.expert for entry in (*demand.ready, *demand.missing)}
             assert left == coming | set(demand.failed)
-            assert all(isinstance(error, ReadError) for error in demand.failed.values())
+            assert all(
+                isinstance(error, ReadError | DeviceError) for error in demand.failed.values()
+            )
 
     def finish(self) -> None:
         """Every open demand is served to its end once others don't hold what they have."""
-        reader = self.rig.reader
-        reader.holds = reader.fails = lambda job: False
-        self.run(reader.let_go)
+        self.calm()
 
         async def serve() -> None:
             for demand, held, _ in self.demands:

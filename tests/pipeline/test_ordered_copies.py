@@ -109,11 +109,12 @@ async def test_waves_in_the_smallest_cache_hurry_the_device(rig, ram):
     r = rig(device=device, ram=ram)
     with r.coordinator.demand(4, range(6)) as demand:
         got = []
-        while leases := demand.take() or await demand.wait():
-            follow(device, leases)
-            r.check(leases)
-            got += [lease.expert for lease in leases]
-            demand.release(leases)
+        async with asyncio.timeout(10):
+            while leases := demand.take() or await demand.wait():
+                follow(device, leases)
+                r.check(leases)
+                got += [lease.expert for lease in leases]
+                demand.release(leases)
     assert sorted(got) == list(range(6))
     device.expedite()
     await settle(r)
@@ -171,8 +172,10 @@ async def answer(**options):
         return result.token_ids
 
 
-@pytest.mark.parametrize("lookahead", ["on", "off"])
-async def test_tokens_are_those_of_a_device_that_waits(monkeypatch, lookahead):
+@pytest.mark.parametrize(
+    ("lookahead", "ram_tier"), [("on", "inclusive"), ("off", "inclusive"), ("on", "exclusive")]
+)
+async def test_tokens_are_those_of_a_device_that_waits(monkeypatch, lookahead, ram_tier):
     expected = await answer(lookahead=lookahead)
     made = []
 
@@ -181,8 +184,9 @@ async def test_tokens_are_those_of_a_device_that_waits(monkeypatch, lookahead):
         return made[-1]
 
     monkeypatch.setattr("aprefetch.plan.CpuDevice", device)
-    assert await answer(lookahead=lookahead) == expected
+    assert await answer(lookahead=lookahead, ram_tier=ram_tier) == expected
     assert sum(one.n_followed for one in made) > 100
+    assert (sum(one.n_back for one in made) > 0) == (ram_tier == "exclusive")
 
 
 async def test_what_has_ended_unseen_does_not_leave_anybody_waiting(rig):

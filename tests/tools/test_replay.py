@@ -32,16 +32,30 @@ async def real_run(n_tokens: int = 8, files=None, **options) -> tuple[RoutingTra
 
 
 @pytest.mark.parametrize(
-    ("vram", "ram", "depth"),
-    [(4_000_000, 2_000_000, 2), (2_000_000, 0, 0), (8_000_000, 9_000_000, 1)],
+    ("vram", "ram", "depth", "ram_tier"),
+    [
+        (4_000_000, 2_000_000, 2, "inclusive"),
+        (2_000_000, 0, 0, "inclusive"),
+        (8_000_000, 9_000_000, 1, "inclusive"),
+        (4_000_000, 2_000_000, 2, "exclusive"),
+        (8_000_000, 9_000_000, 1, "exclusive"),
+        (3_000_000, 6_000_000, 0, "exclusive"),
+    ],
 )
-async def test_a_settled_run_is_predicted_exactly(vram: int, ram: int, depth: int) -> None:
+async def test_a_settled_run_is_predicted_exactly(
+    vram: int, ram: int, depth: int, ram_tier: str
+) -> None:
     trace, stats = await real_run(
-        vram_budget=vram, ram_budget=ram, lookahead_depth=depth, trace_settled=True
+        vram_budget=vram,
+        ram_budget=ram,
+        ram_tier=ram_tier,
+        lookahead_depth=depth,
+        trace_settled=True,
     )
     setting = Setting(
         vram_budget=vram,
         ram_budget=ram,
+        ram_tier=ram_tier,
         depth=depth,
         guesses="trace" if depth else "off",
         queue_depth=1,
@@ -53,6 +67,8 @@ async def test_a_settled_run_is_predicted_exactly(vram: int, ram: int, depth: in
     predicted = out.to_dict()
     for name in ("hits_device", "misses_device", "hits_ram", "misses_ram"):
         assert predicted[name] == stats[name]
+    assert out.counters.demotions == stats["demotions"]
+    assert (stats["demotions"] > 0) == (ram_tier == "exclusive")
     for name in ("issued", "useful", "wasted", "dropped"):
         assert predicted[f"guesses_{name}"] == stats[f"guesses_{name}"]
 
@@ -111,13 +127,25 @@ def test_foresight_helps_and_bounds_hold(ember) -> None:
     assert limit["no_cache_tokens_per_s"] < limit["clairvoyant_tokens_per_s"]
 
 
-def test_c6_always_wrong_guesses_cost_at_most_a_twentieth_of_the_hits(ember) -> None:
+@pytest.mark.parametrize("ram_tier", ["inclusive", "exclusive"])
+def test_c6_always_wrong_guesses_cost_at_most_a_twentieth_of_the_hits(ember, ram_tier) -> None:
     for vram, ram in ((4_200_000, 0), (2_000_000, 2_000_000), (8_400_000, 1_000_000)):
-        common = {"vram_budget": vram, "ram_budget": ram, "depth": 3}
+        common = {"vram_budget": vram, "ram_budget": ram, "ram_tier": ram_tier, "depth": 3}
         off = replay(ember, settings(guesses="off", **common)).to_dict()
         wrong = replay(ember, settings(guesses="wrong", **common)).to_dict()
         hits = [x["hits_device"] + x["hits_ram"] for x in (off, wrong)]
         assert hits[1] >= 0.95 * hits[0]
+
+
+def test_an_exclusive_ram_tier_reads_less(ember) -> None:
+    for vram, ram in ((4_200_000, 4_200_000), (2_100_000, 6_300_000)):
+        common = {"vram_budget": vram, "ram_budget": ram, "guesses": "off"}
+        keeps, swaps = (
+            replay(ember, settings(ram_tier=ram_tier, **common)).to_dict()
+            for ram_tier in ("inclusive", "exclusive")
+        )
+        assert swaps["bytes_read_per_step"] < 0.95 * keeps["bytes_read_per_step"]
+        assert swaps["demotions_per_step"] > 0
 
 
 def test_a_faster_drive_stalls_less_and_spans_are_sound(ember) -> None:
