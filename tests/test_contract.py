@@ -126,8 +126,9 @@ async def test_f1_an_io_error_ends_one_request_and_the_next_is_right(model, fact
 # -- counters -----------------------------------------------------------------------------------
 
 
-async def test_k1_identities(model, facts):
-    async with aprefetch.Runtime.open(model, **small(model)) as rt:
+@pytest.mark.parametrize("ram_tier", ["inclusive", "exclusive"])
+async def test_k1_identities(model, facts, ram_tier):
+    async with aprefetch.Runtime.open(model, ram_tier=ram_tier, **small(model)) as rt:
         await rt.generate(facts["prompts"]["p40"]["ids"], max_tokens=30, **GREEDY)
         await asyncio.sleep(0.05)
         s = rt.stats()
@@ -135,6 +136,7 @@ async def test_k1_identities(model, facts):
     assert s.guesses_issued == s.guesses_useful + s.guesses_wasted
     n_bytes = 3 * 128 * 256 // 32 * 17  # three roles of 128 x 256 MXFP4 weights
     assert s.bytes_uploaded == s.uploads * n_bytes
+    assert s.bytes_demoted == s.demotions * n_bytes
     assert s.prompt_tokens == 40
     assert s.output_tokens == 30
     assert set(s.routed_calls.values()) == {(40 + 29) * 4}
@@ -168,7 +170,7 @@ async def test_k2_every_counter_moves(model, facts):
                     break
             note(rt.stats())
     ram = {**minimum_budgets(model), "ram_budget": full_budgets(model)["ram_budget"] // 2}
-    for budgets in (ram, small(model, 12)):
+    for budgets in (ram, {**ram, "ram_tier": "exclusive"}, small(model, 12)):
         async with aprefetch.Runtime.open(model, lookahead_depth=3, **budgets) as rt:
             await rt.generate(facts["prompts"]["p40"]["ids"], max_tokens=30, **GREEDY)
             note(rt.stats())

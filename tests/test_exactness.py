@@ -71,6 +71,14 @@ async def test_x3_budgets_change_no_bit(model, facts, plain, size, lookahead):
     assert stats.duplicate_reads == 0
 
 
+@pytest.mark.parametrize("share", [3, 6])
+async def test_x3_an_exclusive_ram_tier_changes_no_bit(model, facts, plain, share):
+    budgets = {name: n // share for name, n in full_budgets(model).items()}
+    ours = await outcome(model, facts, ram_tier="exclusive", **budgets)
+    assert_equal(ours, plain)
+    assert ours[2].demotions > 0
+
+
 @pytest.mark.parametrize("queue_depth", [1, 3, 16])
 async def test_x3_reader_threads_change_no_bit(model, facts, plain, queue_depth):
     half = {name: n // 2 for name, n in full_budgets(model).items()}

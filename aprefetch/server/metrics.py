@@ -72,6 +72,7 @@ class _StatsCollector(Collector):
         yield _counter("reads", "Positional reads.", stats.reads)
         yield _counter("read_errors", "Reads that failed for good.", stats.io_errors)
         yield _counter("uploaded_bytes", "Bytes copied to the device.", stats.bytes_uploaded)
+        yield _counter("demoted_bytes", "Bytes copied back to host memory.", stats.bytes_demoted)
         yield _counter("wasted_bytes", "Bytes read for guesses in vain.", stats.bytes_wasted)
         yield _counter("stall_seconds", "Compute waited for experts.", stats.stall_ns / 1e9)
         yield _counter("stalls", "Waits of compute for experts.", stats.stalls)
