@@ -250,11 +250,12 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    refused = why_refused()
-    backends = ["threads"] if refused else ["threads", "io_uring"]
-    if refused:
-        print(f"threads alone: {refused}", file=sys.stderr)
-    engines = [*backends[1:], "libaio", "psync"] if shutil.which("fio") else []
+    backends = ["threads", "workers"]
+    if refused := why_refused():
+        print(f"not measured: io_uring ({refused})", file=sys.stderr)
+    else:
+        backends.append("io_uring")
+    engines = [*backends[2:], "libaio", "psync"] if shutil.which("fio") else []
     if not engines:
         print("fio is not installed: measuring aprefetch alone", file=sys.stderr)
     with sample_file(options.file, options.dir, parse_bytes(options.size)) as path:

@@ -351,6 +351,33 @@ async def test_a_ring_that_refuses_reads_is_not_the_file_system(tmp_path: Path, 
 
 
 @needs_ring
+async def test_no_thread_to_be_had_is_a_read_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((path, _),) = write_files(tmp_path, [SECTOR])
+    counters, outcome, landing = Counters(), Outcome(), Landing(2 * SECTOR)
+    reader = RingReader([path], counters=counters)
+
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    past_the_end = AlignedRead(file=0, offset=0, length=2 * SECTOR, needed=5000, landing_offset=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        reader.submit(ReadJob(None, [past_the_end], landing.view, Priority.DEMAND, outcome.done))
+        await outcome.wait(1)
+    error = outcome.errors[outcome.order[0]]
+    assert isinstance(error, ReadError)
+    assert "for want of a thread" in str(error)
+    assert counters.io_errors == 1
+    job = ReadJob(None, [past_the_end], landing.view, Priority.DEMAND, outcome.done)
+    reader.submit(job)
+    await outcome.wait(2)
+    assert "ends early" in str(outcome.errors[job])
+    await reader.aclose()
+
+
+@needs_ring
 async def test_the_ring_takes_back_what_was_not_submitted() -> None:
     """A refusing system call leaves the ring as if nothing had been queued."""
     ring = Ring(8)

@@ -26,6 +26,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from aprefetch.errors import ReadError
 from aprefetch.pipeline.io.jobs import JobQueue, Part, ReadJob
 from aprefetch.pipeline.io.threads import PosixFiles, is_transparent
 from aprefetch.pipeline.io.transfer import REFUSALS, OpenFile, Tally
@@ -242,11 +243,24 @@ class _Mender:
 
     def mend(self, part: Part, outcome: int) -> None:
         """Fetch `part`, whose first read came to `outcome`. `mended` is called on the loop."""
-        self._queue.put((part, outcome))
         if self._thread is None:
             thread = threading.Thread(target=self._work, name="aprefetch-mend", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system's limit; the job must hear of it
+                failed = ReadError(
+                    f"cannot be read again, for want of a thread: {error}",
+                    path=part.file.path,
+                    offset=part.offset,
+                    length=part.length,
+                    errno=errno.EAGAIN,
+                    key=part.job.key,
+                )
+                now_ns = time.perf_counter_ns()
+                self._call_loop(self._mended, part, failed, Tally(io_errors=1), now_ns)
+                return
             self._thread = thread
+        self._queue.put((part, outcome))
 
     def close(self) -> None:
         """End the thread; it has nothing to do."""
