@@ -3,7 +3,8 @@
 Each rank of each prediction (layer, depth, first guess, second guess, ...) has a running share of
 times it came true. A guess is worth issuing while that share is above a threshold, and the
 threshold follows the drive: where reads leave it idle while compute waits, it falls, and guesses
-get wider and deeper; where the drive is busy all the time, a wrong guess takes the place of a byte
+get wider and deeper, but not below the share at which right ones save more of the wait than wrong
+ones take of the loop; where the drive is busy all the time, a wrong guess takes the place of a byte
 that is needed, and the threshold rises until guesses cease. From time to time a few are let through
 all the same, to see whether things have changed.
 
@@ -29,6 +30,7 @@ FIRST, LATER = 0.7, 0.3  # shares assumed at first, for ranks below and from top
 LEAST, START, MOST = 0.15, 0.5, 0.95  # of the threshold
 BUSY, IDLE = 0.90, 0.82  # shares of the time that the drive reads
 NO_STALL = 0.02  # of the time: nothing to gain
+WRONG_NS = 100_000  # of the loop's and its threads' time, for a guess that was read in vain
 FIRST_TRIAL, TRIAL_EVERY = 2, 12  # windows before a trial of the way that was slower
 PAYS = 0.97  # the other way must take less than this of the time
 
@@ -111,14 +113,17 @@ class Pace:
             a - b for a, b in zip(now, self._before, strict=True)
         )
         wall_ns, self._before, self._wall_ns = max(1, self._wall_ns), now, 0
+        had_guesses = not self.is_asleep
         self.is_asleep = self._goes_without() or not n_misses
         if busy_ns:
             layer_ns = wall_ns / (WINDOW_STEPS * self._n_layers)
             self.bytes_per_layer = n_bytes / busy_ns * layer_ns
         if busy_ns > BUSY * wall_ns:
             self.threshold = min(MOST, self.threshold + 0.15)
-        elif busy_ns < IDLE * wall_ns and stall_ns > NO_STALL * wall_ns:
-            self.threshold = max(LEAST, self.threshold - 0.05)
+        elif had_guesses and busy_ns < IDLE * wall_ns and stall_ns > NO_STALL * wall_ns:
+            saved_ns = stall_ns / max(1, n_misses)
+            least = min(START, max(LEAST, WRONG_NS / (WRONG_NS + saved_ns)))
+            self.threshold = max(least, self.threshold - 0.05)
 
     def _goes_without(self) -> bool:
         """Whether the next window should do without guesses: it is faster, or to be tried.

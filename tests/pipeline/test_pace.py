@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aprefetch.pipeline.pace import MOST, PROBE_EVERY, WINDOW_STEPS, Pace
+from aprefetch.pipeline.pace import LEAST, MOST, PROBE_EVERY, START, WINDOW_STEPS, Pace
 from aprefetch.stats import Counters
 
 MS = 1_000_000
@@ -45,6 +45,25 @@ def test_a_busy_drive_stops_guesses_and_an_idle_one_widens_them() -> None:
     steps(pace, counters, 40 * WINDOW_STEPS, busy=0.3, stall=0.3)
     assert pace.threshold < 0.2
     assert pace.width(1, 1, 12, 4) == 6
+
+
+def test_guesses_are_no_wider_than_the_wait_they_save_is_worth() -> None:
+    least = {}
+    for ms in (0.5, 2.0, 10.0):  # 4 misses a step, in whose reads a third of it is spent waiting
+        counters = Counters()
+        pace = Pace(counters, 4)
+        steps(pace, counters, 40 * WINDOW_STEPS, busy=0.3, stall=0.33, ms=ms)
+        least[ms] = pace.threshold
+    assert least[0.5] == START > least[2.0] > least[10.0] == LEAST
+
+
+def test_windows_without_guesses_say_nothing_about_their_width() -> None:
+    counters = Counters()
+    pace = Pace(counters, 4)
+    for _ in range(40):
+        pace.is_asleep = True
+        steps(pace, counters, WINDOW_STEPS, busy=0.3, stall=0.3)
+    assert pace.threshold == START
 
 
 def test_without_stalls_nothing_is_widened() -> None:
