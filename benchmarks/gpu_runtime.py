@@ -6,9 +6,11 @@
 Device cache and RAM tier hold 15 % of the experts each. Sources of the experts: a file on a RAM
 file system read at the pace of a stated drive; a RAM tier that holds everything; a real drive.
 Modes: `serial` (a layer's reads, wait, uploads, wait, compute: what loaders without overlap do),
-`overlap` (no guesses), `lookahead`. Time per token is compared with max(bytes missed / bandwidth,
-compute with everything resident), where bytes missed are those read less those that wrong guesses
-read. Tokens are sampled with one seed: all modes must give the same. The last line is JSON.
+`overlap` (no guesses), `lookahead`. Files on the RAM file system are read by the reader's compiled
+threads: io_uring's workers would copy their bytes one read after the other. Time per token is
+compared with max(bytes missed / bandwidth, compute with everything resident), where bytes missed
+are those read less those that wrong guesses read. Tokens are sampled with one seed: all modes must
+give the same. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from unittest import mock
 import torch
 
 from aprefetch import Runtime, embedded
-from aprefetch.pipeline.io.wrappers import FilesWrapper, PacedFiles
+from aprefetch.pipeline.io.wrappers import PacedFiles
 from aprefetch.pipeline.reader import Reader, make_reader
 from aprefetch.pipeline.uploader import Uploader
 from aprefetch.plan import plan_model
@@ -44,15 +46,24 @@ _SAMPLING: dict[str, Any] = {"temperature": 1.0, "seed": 11, "ignore_eos": True}
 
 
 class SerialUploader(Uploader):
-    """Begins uploads only when nothing is being read any more."""
+    """Begins uploads only when nothing is being read any more; compute waits for their end.
+
+    It looks for both ends whenever the loop turns: no timer and no thread makes it late.
+    """
 
     reader: Any = None
 
     def start(self, *upload: Any) -> None:
         if self.reader.statistics().in_flight:
-            asyncio.get_running_loop().call_later(50e-6, self.start, *upload)
+            asyncio.get_running_loop().call_soon(lambda: self.start(*upload))
         else:
-            super().start(*upload)
+            self._look(super().start(*upload))
+
+    def _look(self, ticket: Any) -> None:
+        if ticket is not None and not ticket.done():
+            asyncio.get_running_loop().call_soon(self._look, ticket)
+        elif ticket is not None and self._ordered is not None:
+            self._ordered.poll()
 
 
 @contextlib.contextmanager
@@ -61,8 +72,8 @@ def parts(files: Any, mode: str) -> Iterator[None]:
     words = load_tokenizer(open_source(embedded.MODEL_PATH))
 
     def reader(*args: Any, **options: Any) -> Reader:
-        SerialUploader.reader = make_reader(*args, files=files, **options)
-        return SerialUploader.reader
+        made = SerialUploader.reader = make_reader(*args, files=files, **options)
+        return made
 
     with (
         mock.patch("aprefetch.runtime.make_reader", reader),
@@ -101,6 +112,9 @@ async def measure(rt: Runtime, n: int, prompt: list[int]) -> dict[str, Any]:
         "stall_ms": stats.stall_ns / 1e6 / n,
         "hits": stats.hits_device / looked_up,
         "recall": stats.predicted_right / max(1, stats.picked),
+        "precision": stats.predicted_right / max(1, stats.predicted),
+        "wasted": stats.bytes_wasted / n,
+        "steps_without": stats.guesses_off,
         "busy": stats.read_busy_ns / 1e6 / n / ms,
         "spans_ms": {name: round(ns / 1e6 / n, 3) for name, ns in spans.items()},
         "ids": ids,
@@ -115,9 +129,9 @@ async def settled_prefill(rt: Runtime, n: int) -> float:
     return time.perf_counter() - began
 
 
-async def opened(path: Path, mode: str, budgets: dict[str, int]) -> Runtime:
+async def opened(path: Path, mode: str, budgets: dict[str, int], **more: Any) -> Runtime:
     """A runtime in a mode."""
-    options: dict[str, Any] = {"device": "cuda", "queue_depth": 16, **budgets}
+    options: dict[str, Any] = {"device": "cuda", "queue_depth": 16, **budgets, **more}
     if mode != "lookahead":
         options |= {"lookahead": "off", "trace_settled": mode == "serial"}
     return await Runtime.open(path, **options)
@@ -159,27 +173,22 @@ async def pinned(args: argparse.Namespace, plan: Any, mode: str) -> dict[str, An
 
 
 async def streamed(
-    args: argparse.Namespace, plan: Any, mode: str, path: Path, rates: list[float]
-) -> list[dict[str, Any]]:
+    args: argparse.Namespace, plan: Any, mode: str, path: Path, rate: float
+) -> dict[str, Any]:
     """15 % on the device, 15 % in RAM, the rest from a drive; a rate of 0 leaves it as it is."""
     budgets = {
         "vram_budget": share(plan.vram_full_bytes),
         "ram_budget": share(plan.ram_full_bytes),
     }
-    paced = PacedFiles(None, bytes_per_s=1e12, latency_s=LATENCY_S)
-    files: FilesWrapper = paced if any(rates) else FilesWrapper()
+    files = PacedFiles(None, bytes_per_s=rate * 1e9, latency_s=LATENCY_S) if rate else None
     with parts(files, mode):
-        rt = await opened(path, mode, budgets)
-    rows = []
+        rt = await opened(path, mode, budgets, reader_backend="workers" if rate else "auto")
     async with rt:
-        for rate in rates:
-            if rate:
-                paced._bytes_per_s = rate * 1e9
-            await measure(rt, args.warm_up, args.prompt)
-            rows.append(await measure(rt, args.tokens, args.prompt))
-            if args.prefill and mode == "lookahead":
-                rows[-1]["prefill_s"] = await settled_prefill(rt, 512)
-    return rows
+        await measure(rt, args.warm_up, args.prompt)
+        row = await measure(rt, args.tokens, args.prompt)
+        if args.prefill and mode == "lookahead":
+            row["prefill_s"] = await settled_prefill(rt, 512)
+    return row
 
 
 def upload_gbps() -> float:
@@ -235,11 +244,10 @@ def main() -> int:
     show("resident", "", rows[0], 0, compute_ms)
     print(rows[0]["spans_ms"])
     rates = [float(rate) for rate in args.gbps.split(",") if rate]
-    for mode in args.modes.split(",") if rates else ():
-        found = asyncio.run(streamed(args, plan, mode, args.path, rates))
-        for rate, row in zip(rates, found, strict=True):
-            show(f"{rate:g} GB/s", mode, row, rate, compute_ms)
-        rows += found
+    for rate in rates:
+        for mode in args.modes.split(","):
+            rows.append(asyncio.run(streamed(args, plan, mode, args.path, rate)))
+            show(f"{rate:g} GB/s", mode, rows[-1], rate, compute_ms)
     for mode in args.modes.split(",") if not args.no_pinned else ():
         rows.append(asyncio.run(pinned(args, plan, mode)))
         show("RAM tier", mode, rows[-1], h2d, compute_ms)
@@ -248,7 +256,7 @@ def main() -> int:
 
         ceiling = drive_gbps(args.disk, 16, 1 << 31)
         for mode in args.modes.split(","):
-            rows += asyncio.run(streamed(args, plan, mode, args.disk, [0.0]))
+            rows.append(asyncio.run(streamed(args, plan, mode, args.disk, 0.0)))
             show("disk", mode, rows[-1], ceiling, compute_ms)
     same = len({tuple(row.pop("ids")) for row in rows}) == 1
     print("tokens are the same in all modes" if same else "TOKENS DIFFER")
