@@ -1,10 +1,14 @@
 """Miss bytes of eviction policies against Belady's bound, on a routing trace.
 
     python tools/cache_study.py TRACE.npz [--shares 0.05,0.1,0.2,0.4]
+    python tools/cache_study.py TRACE.npz --tiers 0.2,0.2 [--geometry v4-flash --warm-up 100]
 
 One cache over all layers; every pick is a use. The policies are the product's own. `next token` and
 `next 2 tokens` know all picks of that future and nothing beyond (there the layered policy decides):
 what a perfect predictor of so much would be worth. The last line is JSON.
+
+`--tiers` studies a device cache over one in RAM, shares of each (`two_tiers` says what the kinds of
+RAM tiers are): objects that come from the drive, and copies back per such object.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from belady import belady_misses
 from replay import demands_of
+from synthetic_routing import GEOMETRIES, fit, generate
 
 from aprefetch.pipeline.cache import LayeredPolicy, LfuPolicy, LruPolicy, Policy
 from aprefetch.routing_trace import RoutingTrace
@@ -88,13 +93,141 @@ class Foresight(LayeredPolicy):
         return min(self._admitted, key=warmth, default=None)
 
 
+KINDS = ("inclusive", "duplicates first", "exclusive", "exclusive, admission")
+
+
+class _Ram:
+    """The RAM tier of `two_tiers`."""
+
+    def __init__(self, kind: str, policy: Policy, capacity: int, device: set[int]) -> None:
+        self.kind, self.policy, self.capacity, self.device = kind, policy, capacity, device
+        self.items: set[int] = set()
+        self.duplicates: dict[int, None] = {}
+
+    def make_room(self, back: int | None = None) -> bool:
+        """For one object; `back`: it is this one, copied back."""
+        if len(self.items) < self.capacity:
+            return True
+        victim = next(iter(self.duplicates), None)
+        if victim is None:
+            victim = self.policy.coldest()
+            score = self.policy.score
+            if victim is None or (
+                back is not None
+                and self.kind == "exclusive, admission"
+                and score(victim) >= score(back)
+            ):
+                return False
+        self.duplicates.pop(victim, None)
+        self.policy.hold(victim)
+        self.items.discard(victim)
+        return True
+
+    def rest(self, item: int) -> None:
+        """The copy of `item` may leave from now on."""
+        if item in self.items:
+            if self.kind != "inclusive" and item in self.device:
+                self.duplicates[item] = None
+            else:
+                self.policy.admit(item)
+
+    def left_device(self, item: int) -> bool:
+        """`item` was evicted there; whether it is copied back."""
+        self.duplicates.pop(item, None)
+        is_exclusive = self.kind.startswith("exclusive")
+        if is_exclusive or item in self.items:
+            self.policy.touch(item)
+        goes_back = item not in self.items and is_exclusive and self.make_room(item)
+        if goes_back:
+            self.items.add(item)
+        self.rest(item)
+        return goes_back
+
+
+def two_tiers(
+    demands: Sequence[Sequence[int]],
+    kind: str,
+    policies: tuple[Policy, Policy],
+    sizes: Sequence[int],
+) -> Iterator[tuple[int, int]]:
+    """For each demand, objects that come from the drive and objects that are copied back.
+
+    Args:
+        kind: "inclusive": RAM keeps what was read, by its policy. "duplicates first": copies of
+            what is on the device leave first. "exclusive": besides, what leaves the device is
+            copied back. "exclusive, admission": unless it is colder than all there is in RAM.
+        policies, sizes: of the device and of RAM.
+    """
+    device: set[int] = set()
+    policy, ram = policies[0], _Ram(kind, policies[1], sizes[1], device)
+    for items in demands:
+        n_read = n_back = 0
+        policy.begin(items[0])
+        ram.policy.begin(items[0])
+        for item in items:
+            policy.touch(item)
+            policy.hold(item)
+            if item not in device:
+                ram.policy.touch(item)
+        for item in [item for item in items if item not in device]:
+            ram.policy.hold(item)
+            if item not in ram.items:
+                n_read += 1
+                if ram.make_room():
+                    ram.items.add(item)
+            if len(device) >= sizes[0]:
+                victim = policy.coldest()
+                if victim is None:  # a demand larger than the cache comes in waves
+                    ram.rest(item)
+                    continue
+                policy.hold(victim)
+                device.discard(victim)
+                n_back += ram.left_device(victim)
+            device.add(item)
+            ram.rest(item)
+        for item in items:
+            if item in device:
+                policy.admit(item)
+        yield n_read, n_back
+
+
+def study_tiers(trace: RoutingTrace, shares: Sequence[float], n_warm_up: int) -> dict[str, object]:
+    """Print and return what kinds of RAM tiers are worth."""
+    demands = demands_of(trace)
+    n_experts, n_layers = int(trace.meta["n_experts"]), len(trace.layers)
+    n = n_experts * n_layers
+    layer_of = [item // n_experts for item in range(n)]
+    sizes = [int(share * n) for share in shares]
+    first = n_warm_up * n_layers
+    n_uses = sum(map(len, demands[first:]))
+    best = sum(belady_misses(demands, sum(sizes))[first:])
+    print(f"{n_uses} uses; device {sizes[0]} and RAM {sizes[1]} of {n} objects; Belady {best}")
+    rows = []
+    for kind in KINDS:
+        policies = (LayeredPolicy(2.0 * n, layer_of), LayeredPolicy(2.0 * n, layer_of))
+        moved = np.array(list(two_tiers(demands, kind, policies, sizes)))[first:].sum(0)
+        n_read, n_back = int(moved[0]), int(moved[1])
+        print(f"{kind:<22} {n_read:>7} {n_read / n_uses:6.1%}  {n_back / n_read:5.2f} copies back")
+        rows.append({"kind": kind, "reads": n_read, "copies_back": n_back})
+    return {"sizes": sizes, "n_uses": n_uses, "belady": best, "rows": rows}
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("trace")
     parser.add_argument("--shares", default="0.05,0.1,0.2,0.4")
+    parser.add_argument("--tiers", metavar="DEVICE,RAM", help="shares: study two tiers instead")
+    parser.add_argument("--geometry", choices=("v4-flash", "kimi-k3"), help="with --tiers")
+    parser.add_argument("--warm-up", type=int, default=0, help="tokens not counted, with --tiers")
     args = parser.parse_args()
     trace = RoutingTrace.load(args.trace)
+    if args.tiers:
+        if args.geometry:
+            trace = generate(GEOMETRIES[args.geometry], fit(trace), n_tokens=400, seed=0)
+        found = study_tiers(trace, [float(x) for x in args.tiers.split(",")], args.warm_up)
+        print(json.dumps({"trace": args.trace, "geometry": args.geometry, **found}))
+        return 0
     demands = demands_of(trace)
     n_experts, n_layers = int(trace.meta["n_experts"]), len(trace.layers)
     n = n_experts * n_layers

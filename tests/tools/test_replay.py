@@ -8,12 +8,14 @@ import random
 import numpy as np
 import pytest
 from belady import belady_misses
+from cache_study import KINDS, two_tiers
 from replay import Setting, bounds, replay
 from replay_parts import Costs, SimExperts
 from runtime_parts import parts
 from synthetic_routing import Geometry, fit, generate, measure
 
 from aprefetch import Runtime
+from aprefetch.pipeline.cache import LfuPolicy
 from aprefetch.pipeline.io.wrappers import PacedFiles
 from aprefetch.routing_trace import RoutingTrace
 from aprefetch.trace import validate_trace
@@ -146,6 +148,18 @@ def test_an_exclusive_ram_tier_reads_less(ember) -> None:
         )
         assert swaps["bytes_read_per_step"] < 0.95 * keeps["bytes_read_per_step"]
         assert swaps["demotions_per_step"] > 0
+
+
+def test_two_tiers_that_hold_all_there_is_read_it_once() -> None:
+    rng = random.Random(4)
+    demands = [sorted(rng.sample(range(20), 3)) for _ in range(200)]
+    n_read = {}
+    for kind in KINDS:
+        policies = (LfuPolicy(40.0), LfuPolicy(40.0))
+        moved = list(two_tiers(demands, kind, policies, (8, 14)))
+        n_read[kind] = sum(n for n, _ in moved)
+        assert (sum(n for _, n in moved) > 0) == kind.startswith("exclusive")
+    assert n_read["exclusive"] == len(set().union(*demands)) < n_read["inclusive"]
 
 
 def test_a_faster_drive_stalls_less_and_spans_are_sound(ember) -> None:
