@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import gc
 import json
 import os
 import sys
@@ -97,6 +98,7 @@ def fitted(files: Any, corrections: Any, strategy: Any) -> Iterator[None]:
 
 async def run(args: argparse.Namespace, mode: str, picks: Any, budgets: dict[str, int]) -> Run:
     """One mode: a warm-up answer (compiles, fills the caches), then the measured one."""
+    gc.collect()  # what the mode before left must not be swept up at this one's expense
     files = None
     if args.gbps:
         files = PacedFiles(None, bytes_per_s=args.gbps * 1e9, latency_s=args.latency_us / 1e6)

@@ -49,10 +49,10 @@ class States(Lookahead):
         self.noted = {}
         self._now: dict[int, Tensor] = {}  # by layer: its experts' input, for the latest token
 
-    def look(self, layer: int, streams: Any, x: Any = None, ids: Any = None) -> Any:
+    def look(self, layer: int, streams: Any, x: Any = None, next_scores: Any = None) -> Any:
         """As always; the experts' input is kept for the next token."""
         self._now[layer] = x[-1:].clone()
-        return super().look(layer, streams, x)
+        return super().look(layer, streams, x, next_scores)
 
     def learn(self, layer: int, ranked: Callable[[], Tensor] | None) -> None:
         """As always; of single rows, note the pair of guess and truth."""

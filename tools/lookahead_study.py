@@ -141,8 +141,9 @@ class Watching(StepRunner):
 
     def _end_layer(self, call: RoutedCall) -> None:
         """The experts have run: what is known of them when the last one is waited for?"""
-        if call.ahead is not None and call._has_run is not None:
-            call._has_run[self._unknown] = 0.0
+        if call.known_weights is not None:
+            call.known_weights = call.known_weights.clone()
+            call.known_weights[0, self._unknown] = 0.0
         for name, lookahead in self._late.items():
             streams = call.streams if call.ahead is None else call.ahead
             for target, scores in lookahead.look(call.layer, streams, call.x):

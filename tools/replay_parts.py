@@ -362,6 +362,7 @@ class _Call:
     finishing: bool = False
     guesses_ahead: bool = False
     ahead: None = None
+    next_scores: None = None
     ranked: None = None
     x: None = None
     streams: torch.Tensor = field(default_factory=lambda: torch.empty(1, 0))

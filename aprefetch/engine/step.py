@@ -162,9 +162,11 @@ class StepRunner:
                     # Hits need not wait for guesses. What follows a copy comes after them.
                     hits, leases = _by_copies(demand.take())
                     await self._run(call, demand, hits)
-                await self._guess(call)
+                is_late = self._guesses_late(call)
+                if not is_late:
+                    await self._guess(call)
                 await self._run(call, demand, leases)
-                await self._finish(call, demand)
+                await self._finish(call, demand, guesses=is_late)
                 for expert, error in demand.failed.items():
                     for row in call.fail(expert):
                         errors[owner[row]] = error
@@ -242,8 +244,8 @@ class StepRunner:
 
         def look() -> list[tuple[int, Tensor]]:
             lookahead.learn(call.layer, call.ranked)
-            streams = call.streams if call.ahead is None else call.ahead()
-            return lookahead.look(call.layer, streams, call.x, call.ids)
+            streams = call.ahead or call.streams
+            return lookahead.look(call.layer, streams, call.x, call.next_scores)
 
         def predict() -> list[tuple[int, list[int]]]:
             return lookahead.choose(call.layer, call.n_rows, look())
@@ -280,10 +282,30 @@ class StepRunner:
             await asyncio.sleep(0)
         self._yielded_ns = time.perf_counter_ns()
 
-    async def _finish(self, call: RoutedCall, demand: Demand) -> None:
-        """Run every expert of the call: those that are resident first, the others as they come."""
-        while leases := await self._take(demand):
+    async def _finish(self, call: RoutedCall, demand: Demand, *, guesses: bool) -> None:
+        """Run every expert of the call: those that are resident first, the others as they come.
+
+        With `guesses` also guess, once at most one read is left.
+        """
+        while True:
+            if guesses and not demand.ready and demand.n_unread <= 1:
+                guesses = False
+                await self._guess(call)
+            leases = await self._take(demand)
+            if guesses and not demand.n_unread:  # the drive has nothing to do
+                guesses = False
+                await self._guess(call)
+            if not leases:
+                break
             await self._run(call, demand, leases)
+
+    def _guesses_late(self, call: RoutedCall) -> bool:
+        """Whether to guess while experts run and arrive, not before.
+
+        Reads of guesses come after those of demands anyway, and what has run by then makes the
+        guess a better one. Guesses that come from the GPU are on their way already.
+        """
+        return call.n_rows == 1 and not self._settled and self._device.name != "cuda"
 
     async def _run(self, call: RoutedCall, demand: Demand, leases: list[Lease]) -> None:
         """Run some experts of the call and give them back."""

@@ -19,7 +19,7 @@ from aprefetch.quant.base import QuantTensor
 if TYPE_CHECKING:
     from aprefetch.kernels.ops import Ops
 
-__all__ = ["AttentionInputs", "FusedOps", "Queries", "StackedWeights"]
+__all__ = ["AttentionInputs", "FusedOps", "Queries", "RouterAhead", "StackedWeights"]
 
 
 class StackedWeights:
@@ -69,6 +69,20 @@ class AttentionInputs:
     k_norm: Tensor
     n_heads: int
     eps: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouterAhead:
+    """A router that is asked early, with the hyper-connection and the norm before it."""
+
+    fn: QuantTensor
+    scale: Tensor
+    base: Tensor
+    norm: Tensor
+    router: QuantTensor
+    bias: Tensor | None
+    eps: float
+    hc_eps: float
 
 
 class Queries(NamedTuple):
@@ -159,3 +173,28 @@ class FusedOps:
     def sum_experts_and(self: Ops, parts: Tensor, weights: Tensor, shared: Tensor) -> Tensor:
         """`sum_experts` plus `shared [T, D]`."""
         return self.sum_experts(parts, weights) + shared
+
+    def scores_ahead(
+        self: Ops,
+        ahead: RouterAhead,
+        parts: Tensor | None,
+        weights: Tensor | None,
+        shared: Tensor,
+        streams: Tensor,
+        post: Tensor,
+        comb: Tensor,
+    ) -> Tensor:
+        """What a later layer's router would rank by, `[T, E]`, after a sublayer's `hc_leave`.
+
+        The sublayer's result is the sum of `parts [T, K, D]` by `weights [T, K]`, if there are
+        any, and of `shared [T, D]`.
+        """
+        y = shared
+        if parts is not None and weights is not None:
+            y = self.sum_experts_and(parts, weights, shared)
+        streams = self.hc_leave(y, streams, post, comb)
+        x = self.hc_route_input(
+            streams, ahead.fn, ahead.scale, ahead.base, ahead.norm,
+            eps=ahead.eps, hc_eps=ahead.hc_eps,
+        )  # fmt: skip
+        return self.early_scores(self.linear(x, ahead.router), ahead.bias)

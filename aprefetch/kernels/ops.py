@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from aprefetch.kernels.fused import AttentionInputs, Queries, StackedWeights
+from aprefetch.kernels.fused import AttentionInputs, Queries, RouterAhead, StackedWeights
 from aprefetch.quant.base import QuantTensor
 from aprefetch.types import LayerLayout
 
@@ -346,6 +346,17 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
     def sum_experts_and(self, parts: Tensor, weights: Tensor, shared: Tensor) -> Tensor: ...
+
+    def scores_ahead(
+        self,
+        ahead: RouterAhead,
+        parts: Tensor | None,
+        weights: Tensor | None,
+        shared: Tensor,
+        streams: Tensor,
+        post: Tensor,
+        comb: Tensor,
+    ) -> Tensor: ...
 
     def new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """An uninitialised tensor on the ops' device."""

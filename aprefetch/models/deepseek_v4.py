@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from aprefetch.errors import SourceError
+from aprefetch.kernels.fused import RouterAhead
 from aprefetch.kernels.ops import Ops
 from aprefetch.models.base import Chunk, EarlyRouter, ModelInfo, logits_of
 from aprefetch.models.deepseek_v4_args import (
@@ -112,6 +113,12 @@ class _HyperConnection:
             streams, self.fn, self.scale, self.base, self.norm, eps=self._eps, hc_eps=self._hc_eps
         )
 
+    def router_ahead(self, ffn: _FeedForward) -> RouterAhead:
+        """The router that this is before, for questions ahead of its turn."""
+        return RouterAhead(
+            self.fn, self.scale, self.base, self.norm, ffn.router, ffn.bias, self._eps, self._hc_eps
+        )
+
 
 class _FeedForward:
     """Router, shared expert, and the call for routed experts of one layer."""
@@ -163,7 +170,9 @@ class _FeedForward:
         )
         return ids, weights, scores
 
-    def call(self, ops: Ops, v: Tensor, ids: Tensor, streams: Tensor) -> RoutedCall:
+    def call(
+        self, ops: Ops, v: Tensor, ids: Tensor, streams: Tensor, weights: Tensor
+    ) -> RoutedCall:
         return RoutedCall(
             layer=self.layer,
             layout=self.layout,
@@ -172,6 +181,7 @@ class _FeedForward:
             ids=ids,
             limit=self._args.routed_limits[self.layer],
             streams=streams,
+            weights=weights,
         )
 
     def shared_hidden(self, ops: Ops, v: Tensor) -> Tensor:
@@ -254,6 +264,9 @@ class DeepseekV4:
             for i, block in enumerate(self.blocks)
             if block.ffn.table is None
         }
+        self._routers_ahead = {
+            i: self.blocks[i].hc_ffn.router_ahead(self.blocks[i].ffn) for i in self.early_routers
+        }
         self.info = self._info(source, load)
         self._decoder = _decoder(self, ops)
 
@@ -274,13 +287,16 @@ class DeepseekV4:
 
     def _info(self, source: DenseSource, load: DenseLoader) -> ModelInfo:
         args = self.args
-        per_token = fixed = 0
+        per_token = per_chunk_token = fixed = 0
         for ratio in args.ratios:
             width = args.head_dim + (args.index_dim if ratio == 4 else 0)
             fixed += 2 * min(args.window, args.context_length) * args.head_dim * 4
+            per_chunk_token += args.head_dim * 4
             if ratio:
+                factor = 2 if ratio == 4 else 1
                 per_token += width * 4 // ratio
-                fixed += 4 * ratio * (2 if ratio == 4 else 1) ** 2 * width * 4
+                per_chunk_token += 2 * factor * width * 4
+                fixed += 4 * ratio * factor**2 * width * 4
         return ModelInfo(
             architecture=ARCHITECTURE,
             name=str(source.metadata.get("general.name", "")),
@@ -296,6 +312,7 @@ class DeepseekV4:
             dense_bytes_by_part=dict(load.bytes_by_part),
             state_bytes_per_token=per_token,
             state_bytes_fixed=fixed,
+            state_bytes_per_chunk_token=per_chunk_token,
         )
 
     def _early_router(self, block: _Block) -> Callable[[Tensor], Tensor]:
@@ -360,19 +377,23 @@ class DeepseekV4:
             y = block.attention(ops, u, spans, *(scaled if args.ratios[i] else plain))
             streams, v, post, comb = block.hc_ffn.follow(ops, y, streams, post, comb)
             ids, weights, scores = block.ffn.route(ops, v, token_ids)
-            call = block.ffn.call(ops, v, ids, streams)
+            call = block.ffn.call(ops, v, ids, streams, weights)
             if block.ffn.table is None:
                 call.ranked = functools.partial(ops.early_scores, scores, block.ffn.bias)
             yield call
             shared = block.ffn.shared(ops, v)
-            call.ahead = functools.partial(_ahead, ops, call, weights, shared, streams, post, comb)
+            state = (ops, call, shared, streams, post, comb)
+            call.ahead = functools.partial(_ahead, *state)
+            following = self._routers_ahead.get(i + 1)
+            if following is not None and call.n_rows == 1:
+                call.next_scores = functools.partial(_next_scores, following, *state)
             call.finishing = True
             yield call
-            call.ahead = None  # it holds the call in turn
+            call.ahead = call.next_scores = None  # they hold the call in turn
             y = call.total(weights, shared)
             if i + 1 < len(self.blocks):
-                following = self.blocks[i + 1].hc_attn
-                streams, u, post, comb = following.follow(ops, y, streams, post, comb)
+                entry = self.blocks[i + 1].hc_attn
+                streams, u, post, comb = entry.follow(ops, y, streams, post, comb)
         streams = ops.hc_leave(y, streams, post, comb)
         for span in spans:
             span.state.n_tokens += span.n
@@ -389,16 +410,25 @@ class DeepseekV4:
 
 
 def _ahead(
+    ops: Ops, call: RoutedCall, shared: Tensor, streams: Tensor, post: Tensor, comb: Tensor
+) -> Tensor:
+    """The streams after a layer, as far as they are known."""
+    return ops.hc_leave(call.known(shared), streams, post, comb)
+
+
+def _next_scores(
+    following: RouterAhead,
     ops: Ops,
     call: RoutedCall,
-    weights: Tensor,
     shared: Tensor,
     streams: Tensor,
     post: Tensor,
     comb: Tensor,
 ) -> Tensor:
-    """The streams after a layer, as far as they are known."""
-    return ops.hc_leave(call.known(weights, shared), streams, post, comb)
+    """What the next layer's router says of them."""
+    weights = call.known_weights
+    parts = None if weights is None else call.parts[None]
+    return ops.scores_ahead(following, parts, weights, shared, streams, post, comb)
 
 
 def _decoder(model: DeepseekV4, ops: Ops) -> GraphDecoder | None:

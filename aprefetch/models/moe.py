@@ -70,7 +70,6 @@ class RoutedCall:
     __slots__ = (
         "_all_rows",
         "_arriving",
-        "_has_run",
         "_order",
         "_starts",
         "activation",
@@ -78,15 +77,18 @@ class RoutedCall:
         "experts",
         "finishing",
         "ids",
+        "known_weights",
         "layer",
         "layout",
         "limit",
         "n_rows",
+        "next_scores",
         "ops",
         "parts",
         "ranked",
         "streams",
         "top_k",
+        "weights",
         "x",
     )
 
@@ -101,10 +103,12 @@ class RoutedCall:
         limit: float,
         streams: Tensor,
         activation: Situ | None = None,
+        weights: Tensor | None = None,
     ) -> None:
         """`x [T, D]` inputs, `ids [T, K]` int32 ascending in rows, `streams` for the lookahead.
 
-        `activation` stands in for SwiGLU with `limit`.
+        `activation` stands in for SwiGLU with `limit`. With the `weights [T, K]` of `total` the
+        call keeps account of what is `known` of a single row.
         """
         self.layer = layer
         self.layout = layout
@@ -117,13 +121,19 @@ class RoutedCall:
         """Once finishing: the streams as they will be but for what is not known yet of the routed
         experts' part: of a single row on the host, that of experts that have yet to run; otherwise
         all of it. A better state to guess from than `streams`. None where there is none."""
+        self.next_scores: Callable[[], Tensor] | None = None
+        """Once finishing: what the router of the next layer says of the streams `ahead`, `[1, E]`,
+        in one go. None where `ahead` and an early router have to be used."""
         self.ranked: Callable[[], Tensor] | None = None
         """What the router ranked by, `[T, E]`: the truth that guesses for this layer aimed at."""
         self.finishing = False
         self.n_rows, self.top_k = ids.shape
         n_out = layout.roles[-1].n_out
         self.parts: Tensor = ops.new(self.n_rows * self.top_k, n_out)
-        self._has_run: npt.NDArray[np.float32] | None = None  # by pair of a single row: 1 or 0
+        self.weights = weights
+        self.known_weights: Tensor | None = None
+        """`[1, K]`: of a single row on the host, the weights of what has run, the others 0. None
+        as long as nothing has."""
         self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
         if ids.is_cuda:
             self._arriving = _fetched(ids)
@@ -187,30 +197,33 @@ class RoutedCall:
             starts = np.cumsum([0, *(stop - start for start, stop in spans)]).tolist()
             order = torch.cat([self._order[start:stop] for start, stop in spans])
             rows = order // self.top_k
-        if self.n_rows == 1 and not self.x.is_cuda:
-            self._note(order)
+        if self.weights is not None and self.n_rows == 1 and not self.x.is_cuda:
+            self._note(order, self.weights)
         where = (self.x, arena, offsets, self.layout, starts, rows, self.limit, self.parts, order)
         if self.activation is None:
             self.ops.experts(*where)
         else:
             self.ops.experts(*where, activation=self.activation)
 
-    def _note(self, order: Tensor) -> None:
+    def _note(self, order: Tensor, weights: Tensor) -> None:
         """These pairs of a single row are about to be known."""
-        if self._has_run is None:
-            self._has_run = np.zeros(self.top_k, np.float32)
-            if len(order) < self.top_k:
-                self.parts.zero_()  # weights of 0 don't silence what happens to lie there
-        self._has_run[order.numpy()] = 1.0
+        if self.known_weights is None:
+            if len(order) == self.top_k:
+                self.known_weights = weights
+                return
+            self.known_weights = torch.zeros_like(weights)
+            self.parts.zero_()  # weights of 0 don't silence what happens to lie there
+        pairs = order.numpy()
+        self.known_weights.numpy()[0, pairs] = weights.numpy()[0, pairs]
 
-    def known(self, weights: Tensor, shared: Tensor) -> Tensor:
+    def known(self, shared: Tensor) -> Tensor:
         """`total` as far as it is known, if this is a single row on the host; else `shared`.
 
         For guesses only.
         """
-        if self._has_run is None:
+        if self.known_weights is None:
             return shared
-        return self.total(weights * torch.from_numpy(self._has_run), shared)
+        return self.total(self.known_weights, shared)
 
     def _span(self, index: int) -> tuple[int, int]:
         return self._starts[index], self._starts[index + 1]

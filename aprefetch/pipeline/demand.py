@@ -14,13 +14,15 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from aprefetch.errors import AprefetchError, RuntimeClosedError, RuntimeStateError
-from aprefetch.pipeline.objects import Entry, Lane
+from aprefetch.pipeline.objects import Entry, Lane, Stage
 from aprefetch.pipeline.slots import Lease
 
 if TYPE_CHECKING:
     from aprefetch.pipeline.coordinator import Coordinator
 
 __all__ = ["Demand"]
+
+_UNREAD = (Stage.WANTED, Stage.READING, Stage.DRAINING)
 
 
 class Demand:
@@ -52,6 +54,11 @@ class Demand:
         self._leases: list[Lease] = []
         self._future: asyncio.Future[None] | None = None
         self._is_closed = False
+
+    @property
+    def n_unread(self) -> int:
+        """Objects that have yet to come from the SSD."""
+        return sum(entry.stage in _UNREAD for entry in self.missing)
 
     def take(self) -> list[Lease]:
         """Leases on what is there and was not taken before. Never blocks; may be empty.

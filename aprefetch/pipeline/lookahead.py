@@ -236,7 +236,6 @@ class Lookahead:
         layer: int,
         streams: Tensor,
         x: Tensor | None = None,
-        ids: object = None,
     ) -> list[tuple[int, list[int]]]:
         """Guesses for layers `layer + 1 .. layer + depth`, the nearest first, likeliest first.
 
@@ -257,11 +256,12 @@ class Lookahead:
         layer: int,
         streams: Tensor | Callable[[], Tensor],
         x: Tensor | None = None,
-        ids: object = None,
+        next_scores: Callable[[], Tensor] | None = None,
     ) -> list[tuple[int, Tensor]]:
         """The first half of `predict`: scores by target layer, on the device of `streams`.
 
-        A call in place of the streams is only made where something is to be guessed.
+        A call in place of the streams is only made where they are needed. `next_scores` stands in
+        for the router of the next layer, over a single row.
         """
         options = self._options
         if x is not None and len(x) and layer in self._corrections:
@@ -269,15 +269,21 @@ class Lookahead:
         targets = [n for n in range(layer + 1, layer + options.depth + 1) if self.wants(n)]
         if not targets:
             return []
-        looked_at = streams if isinstance(streams, Tensor) else streams()
-        n_rows = len(looked_at)
-        if not n_rows:
-            return []
-        if n_rows > options.max_rows:  # most experts will be wanted anyway: a sample will do
-            looked_at = looked_at[_spread(n_rows, options.max_rows).to(looked_at.device)]
+        n_rows, looked_at = 1, None
+        if next_scores is None or len(targets) > 1 or targets[0] > layer + 1:
+            looked_at = streams if isinstance(streams, Tensor) else streams()
+            n_rows = len(looked_at)
+            if not n_rows:
+                return []
+            if n_rows > options.max_rows:  # most experts will be wanted anyway: a sample will do
+                looked_at = looked_at[_spread(n_rows, options.max_rows).to(looked_at.device)]
         out = []
         for target in targets:
-            scores = self._routers[target](looked_at)
+            if target == layer + 1 and next_scores is not None:
+                scores = next_scores()
+            else:
+                assert looked_at is not None
+                scores = self._routers[target](looked_at)
             if n_rows == 1 and target == layer + 1 and target in self._inputs:
                 scores = self._corrected(scores, target)
             if scores.shape[1]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from kernel_cases import FORMATS, quantised
 
-from aprefetch.kernels.fused import AttentionInputs, FusedOps, StackedWeights
+from aprefetch.kernels.fused import AttentionInputs, FusedOps, RouterAhead, StackedWeights
 from aprefetch.quant.base import QuantTensor
 
 ROWS = (1, 2, 3, 4)
@@ -85,6 +85,20 @@ def test_the_sum_over_experts_and_the_shared_one(serial, n, d):
     parts, weights, shared = normal(1, n, 6, d), normal(2, n, 6), normal(3, n, d)
     ours = serial.sum_experts_and(parts, weights, shared)
     equal([ours], [serial.sum_experts(parts, weights) + shared])
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_router_asked_ahead(serial, name, n):
+    d, rng = 256, np.random.default_rng(4)
+    fn = QuantTensor(normal(1, 24, 4 * d).view(torch.uint8), 0, 24, 4 * d)
+    router = quantised(rng, name, 20, d)
+    state = normal(5, n, d), normal(6, n, 4, d), normal(7, n, 4), normal(8, n, 4, 4)
+    for bias in (None, normal(9, 20)):
+        ahead = RouterAhead(fn, normal(2, 3), normal(3, 24), normal(4, d), router, bias, 1e-6, 1e-6)
+        for parts, weights in ((None, None), (normal(10, n, 6, d), normal(11, n, 6))):
+            ours = serial.scores_ahead(ahead, parts, weights, *state)
+            equal([ours], [FusedOps.scores_ahead(serial, ahead, parts, weights, *state)])
 
 
 def test_work_for_several_threads_is_composed_to_the_same_bits(serial, fast):

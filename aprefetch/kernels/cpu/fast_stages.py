@@ -16,7 +16,7 @@ from torch import Tensor
 from aprefetch.kernels.cpu import layers, stages
 from aprefetch.kernels.cpu.stages import LINEAR, NORM, ROPE, SWIGLU, WORDS
 from aprefetch.kernels.cpu.tensors import flat, new, wrong
-from aprefetch.kernels.fused import AttentionInputs, FusedOps, Queries, StackedWeights
+from aprefetch.kernels.fused import AttentionInputs, FusedOps, Queries, RouterAhead, StackedWeights
 from aprefetch.quant import dequantize
 from aprefetch.quant.base import QuantTensor
 
@@ -105,6 +105,7 @@ class CompiledStages(FusedOps):
         # Both keep what they are keyed by alive, so an id is never met again with another object.
         self._steps: dict[int, _Steps] = {}
         self._floats: dict[int, tuple[Tensor, Tensor]] = {}
+        self._ahead: dict[int, tuple[_Steps, tuple[float, ...]]] = {}
 
     def _float_matrix(self, w: QuantTensor) -> int:
         """Address of a small matrix in float32; other encodings are widened once and kept."""
@@ -212,6 +213,51 @@ class CompiledStages(FusedOps):
             parts.data_ptr(), weights.data_ptr(), n, k, d, shared.data_ptr(), out.data_ptr()
         )
         return out
+
+    def scores_ahead(
+        self,
+        ahead: RouterAhead,
+        parts: Tensor | None,
+        weights: Tensor | None,
+        shared: Tensor,
+        streams: Tensor,
+        post: Tensor,
+        comb: Tensor,
+    ) -> Tensor:
+        found = self._ahead.get(id(ahead))
+        if found is None:
+            found = self._ahead[id(ahead)] = self._ahead_steps(ahead)
+        steps, fixed = found
+        n, s, d = streams.shape
+        if n != 1 or steps.key != (s * d, d) or steps.weight_bytes >= self._split_cost:
+            return FusedOps.scores_ahead(
+                cast("Ops", self), ahead, parts, weights, shared, streams, post, comb
+            )
+        # Held by name until the kernel is done: an address keeps nothing alive.
+        shared, streams, post, comb = flat(shared), flat(streams), flat(post), flat(comb)
+        out, k, first, by = new(1, ahead.router.n_out), 0, 0, 0
+        if parts is not None and weights is not None:
+            parts, weights = flat(parts), flat(weights)
+            k, first, by = weights.size(1), parts.data_ptr(), weights.data_ptr()
+        stages.scores_ahead(
+            first, by, k, shared.data_ptr(), streams.data_ptr(), post.data_ptr(), comb.data_ptr(),
+            s, d, *fixed, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def _ahead_steps(self, ahead: RouterAhead) -> tuple[_Steps, tuple[float, ...]]:
+        """The router's product, and the kernel's arguments that stay."""
+        router, bias = ahead.router, None if ahead.bias is None else flat(ahead.bias)
+        scale, base, norm = flat(ahead.scale), flat(ahead.base), flat(ahead.norm)
+        steps = _Steps(ahead, bias, scale, base, norm)
+        steps.linear(_Rows(0, router.n_in), router, _Rows(2, router.n_out))
+        steps.key = (ahead.fn.n_in, router.n_in)
+        fixed = (
+            self._float_matrix(ahead.fn), scale.data_ptr(), base.data_ptr(), norm.data_ptr(),
+            ahead.eps, ahead.hc_eps, steps.address, 0 if bias is None else bias.data_ptr(),
+            router.n_out,
+        )  # fmt: skip
+        return steps, fixed
 
 
 def _input_steps(weights: AttentionInputs, width: int, n_pairs: int) -> _Steps:

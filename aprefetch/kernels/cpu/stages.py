@@ -13,12 +13,19 @@ from typing import Any
 import numpy as np
 
 from aprefetch.kernels.cpu.jit import hold, inner, kernel
-from aprefetch.kernels.cpu.layers import hc_enter, hc_leave, inverse_rms, rope_row
+from aprefetch.kernels.cpu.layers import (
+    early_scores,
+    hc_enter,
+    hc_leave,
+    inverse_rms,
+    rope_row,
+    sum_experts,
+)
 from aprefetch.kernels.cpu.matmul import matmul_rows
 from aprefetch.kernels.cpu.simd import f32_at, i64_at
 from aprefetch.kernels.cpu.vmath import scale_span, swiglu_span
 
-__all__ = ["LINEAR", "NORM", "ROPE", "SWIGLU", "WORDS", "hc_pass", "run_steps"]
+__all__ = ["LINEAR", "NORM", "ROPE", "SWIGLU", "WORDS", "hc_pass", "run_steps", "scores_ahead"]
 
 LINEAR, NORM, ROPE, SWIGLU = 0, 1, 2, 3
 WORDS = 13
@@ -105,3 +112,29 @@ def hc_pass(
         fn, n_streams * (n_streams + 2), streams, n_tokens, n_streams, d, scale, base, norm,
         eps, hc_eps, n_iterations, out, post, comb,
     )  # fmt: skip
+
+
+@kernel
+def scores_ahead(
+    parts: Any, weights: Any, k: Any, shared: Any, streams: Any, post: Any, comb: Any,
+    n_streams: Any, d: Any, fn: Any, scale: Any, base: Any, norm: Any, eps: Any, hc_eps: Any,
+    product: Any, bias: Any, n_experts: Any, out: Any,
+) -> None:  # fmt: skip
+    """One row: a later router on the streams as they will be with k parts and the shared one.
+
+    `product` is the step of the router's product.
+    """
+    total, x = np.empty(d, dtype=np.float32), np.empty(d, dtype=np.float32)
+    left = np.empty(n_streams * d, dtype=np.float32)
+    y, u, ahead = total.ctypes.data, x.ctypes.data, left.ctypes.data
+    if k > 0:
+        sum_experts(parts, weights, 1, k, d, shared, y)
+        hc_leave(y, streams, post, comb, 1, n_streams, d, ahead)
+    else:
+        hc_leave(shared, streams, post, comb, 1, n_streams, d, ahead)
+    hc_enter(fn, n_streams, ahead, 1, n_streams, d, scale, base, norm, eps, hc_eps, 0, u, 0, 0)
+    run_steps(product, 1, 1, u, 0, out, 0, 0, 0)
+    early_scores(out, bias, 1, n_experts, out)
+    hold(total)
+    hold(x)
+    hold(left)
