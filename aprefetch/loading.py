@@ -77,7 +77,8 @@ def state_budget_bytes(examined: Examined, info: ModelInfo) -> int:
     chosen = examined.config.batch.state_bytes
     if chosen is not None:
         return chosen
-    one_bytes = info.state_bytes_fixed + 2 * info.state_bytes_per_token * 4096
+    chunk_bytes = info.state_bytes_per_chunk_token * examined.config.chunk_tokens
+    one_bytes = info.state_bytes_fixed + 2 * info.state_bytes_per_token * 4096 + chunk_bytes
     return max(int(examined.device.memory_info().free_bytes) // 4, one_bytes)
 
 

@@ -22,8 +22,6 @@ CONTEXT = 1 << 16
 SEED = 11  # its answer is no near tie
 ROPE_DIMS = 16
 N_VOCAB = 300
-# Per token of a chunk: windows, and open blocks (two values, at ratio 4 of twice the width).
-SLIDING_ROW_BYTES = 4 * (3 * HEAD_DIM + 4 * HEAD_DIM + 4 * INDEX_DIM + 2 * HEAD_DIM)
 INDEX_SCORES_BYTES = N_PROMPT * (N_PROMPT // 4) * 4  # of all tokens at once: what must not happen
 
 _GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "logprobs": 2}
@@ -85,7 +83,7 @@ def check_states(rt: Runtime, n_bytes: int) -> None:
     info = rt.model_info
     n_tokens = N_PROMPT + N_ANSWER
     assert info.state_bytes_per_token * N_PROMPT <= n_bytes
-    chunks = rt.config.chunk_tokens * SLIDING_ROW_BYTES
+    chunks = rt.config.chunk_tokens * info.state_bytes_per_chunk_token
     assert n_bytes <= info.state_bytes_fixed + 2 * info.state_bytes_per_token * n_tokens + chunks
     assert rt.stats().memory["states_bytes"] == 0  # given back
 

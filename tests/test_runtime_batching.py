@@ -96,6 +96,7 @@ async def test_caches_are_admitted_by_bytes(model, facts) -> None:
     async with Runtime.open(model, **OPTIONS) as rt:
         info = rt.model_info
         one = info.state_bytes_fixed + 2 * info.state_bytes_per_token * (len(ids) + 99)
+        one += info.state_bytes_per_chunk_token * len(ids)
         async with rt.stream(ids, max_tokens=100, **GREEDY) as stream:
             async for event in stream:
                 if event.index == 90:

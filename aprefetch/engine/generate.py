@@ -121,7 +121,9 @@ class Engine:
             request.feed.on_room = self._wake.set
         info = self._model.info
         growing = _GROWTH * info.state_bytes_per_token * request.max_state_tokens
-        request.reserved_bytes = info.state_bytes_fixed + growing
+        longest_chunk = min(self._pacer.chunk_tokens, request.n_prompt)
+        chunk = info.state_bytes_per_chunk_token * longest_chunk
+        request.reserved_bytes = info.state_bytes_fixed + growing + chunk
         self._scheduler.add(request)
         self._wake.set()
 

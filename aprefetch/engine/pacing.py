@@ -25,7 +25,7 @@ class ChunkPacer:
     """
 
     def __init__(self, chunk_tokens: int, gap_s: float | None) -> None:
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._gap_ns = None if gap_s is None else gap_s * 1e9
         self._base_ns = 0.0
         self._token_ns: float | None = None
@@ -34,11 +34,11 @@ class ChunkPacer:
     def limit_tokens(self, n_decoding: int) -> int:
         """Most prompt tokens of the next step, which `n_decoding` others decode in."""
         if self._gap_ns is None or not n_decoding:
-            return self._chunk_tokens
+            return self.chunk_tokens
         limit = self._last_tokens * _GROWTH
         if self._token_ns:
             limit = min(limit, int((self._gap_ns - self._base_ns) / self._token_ns))
-        return max(1, min(self._chunk_tokens, max(_LEAST_TOKENS, limit)))
+        return max(1, min(self.chunk_tokens, max(_LEAST_TOKENS, limit)))
 
     def observe(self, n_prompt_tokens: int, n_decoding: int, duration_ns: int) -> None:
         """Learn from a step that is over."""

@@ -55,6 +55,7 @@ class ModelInfo:
     dense_bytes_by_part: Mapping[str, int] = field(default_factory=dict)
     state_bytes_per_token: int = 0
     state_bytes_fixed: int = 0
+    state_bytes_per_chunk_token: int = 0  # of the longest chunk a sequence has run, besides
 
 
 class SequenceState(Protocol):
