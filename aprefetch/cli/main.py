@@ -26,6 +26,10 @@ _DESCRIPTION = (
 )
 
 
+_OUT_OF_MEMORY = ("bad_alloc", "failed to map segment")
+"""What libraries say that find no memory while they are loaded."""
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="aprefetch", description=_DESCRIPTION)
@@ -55,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MemoryError as error:
         detail = f" ({error})" if str(error) else ""
         return _complain(AprefetchError(f"out of memory{detail}; give smaller budgets"), 1)
-    except RuntimeError as error:
+    except (RuntimeError, ImportError) as error:
+        if any(words in str(error) for words in _OUT_OF_MEMORY):
+            return _complain(AprefetchError("out of memory; raise the limit on it"), 1)
         if "thread" not in str(error):  # Python's words for a system that gives no more of them
             raise
         return _complain(AprefetchError(f"{error}; raise the limits on memory and threads"), 1)

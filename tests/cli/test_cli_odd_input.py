@@ -132,15 +132,15 @@ def test_a_full_disk_behind_stdout(short) -> None:
     assert "No space left" in line(done.stderr)
 
 
-@pytest.mark.parametrize("limits", [["-n 9"], ["-v 700000", "-v 650000"]])
+@pytest.mark.parametrize("limits", [["-n 9"], ["-v 700000", "-v 650000", "-v 600000"]])
 def test_limits_of_the_system_give_an_error(limits, short) -> None:
     """Under the last limit at least; how much an earlier one leaves depends on the reader."""
     for limit in limits:
         command = ["/bin/sh", "-c", f'ulimit {limit}; exec "$@"', "sh", sys.executable]
         args = [*command, "-m", "aprefetch", *short, "-p", "Hi"]
         done = subprocess.run(args, capture_output=True, timeout=100)
-        assert b"Traceback" not in done.stderr
-        assert (b"aprefetch: error: " in done.stderr) == (done.returncode == 1)
+        # What Python's own exit says when it finds no memory either may follow.
+        assert done.stderr.startswith(b"aprefetch: error: ") == (done.returncode == 1)
         assert done.returncode in (0, 1)
     assert done.returncode == 1
 
