@@ -1,7 +1,6 @@
 """Bandwidth of the expert and dense kernels at V4-Flash shapes, beside the copy bandwidth.
 
     python benchmarks/gpu_kernels.py
-    python benchmarks/gpu_kernels.py --variants   # ways to run experts, one row each
 
 Times are medians over CUDA graph replays that rotate among expert sets larger than the L2 cache.
 """
@@ -14,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from aprefetch.kernels.triton import experts as expert_kernels
-from aprefetch.kernels.triton.experts import ExpertPlan
+from aprefetch.kernels.triton import matvec
+from aprefetch.kernels.triton.experts import expert_planes
 from aprefetch.kernels.triton.ops import TritonOps
 from aprefetch.quant import row_bytes, type_name
 from aprefetch.quant.base import QuantTensor
@@ -23,15 +22,6 @@ from aprefetch.types import LayerLayout, RoleLayout, align_up
 
 D, F, TOP_K, SETS = 4096, 2048, 6, 8
 TYPES = (39, 8, 10, 11, 12, 13, 14, 30)
-PLANS = (
-    ExpertPlan(0),
-    ExpertPlan(1, 4, 4),
-    ExpertPlan(1, 4, 8),
-    ExpertPlan(1, 8, 8),
-    ExpertPlan(1, 4, 8, 80),
-    ExpertPlan(2, 4, 8),
-    ExpertPlan(2, 8, 8),
-)
 
 
 def timed(calls: list[Callable[[], None]], repeats: int = 7) -> float:
@@ -90,10 +80,10 @@ def layout_of(ggml_type: int) -> LayerLayout:
     return LayerLayout(layer=0, n_experts=256, roles=roles)
 
 
-def experts(ops: TritonOps, ggml_type: int, n_rows: int) -> tuple[float, float, int, torch.Tensor]:
-    """Microseconds of gate+up and of down, weight bytes, and results, for TOP_K experts.
+def experts(ops: TritonOps, ggml_type: int, n_rows: int) -> tuple[float, float, int]:
+    """Microseconds of gate+up and of down, and weight bytes, for TOP_K experts of `n_rows` rows.
 
-    Each has `n_rows` rows. The first time includes what prepares inputs, if anything does.
+    The first time includes what prepares inputs of either.
     """
     torch.manual_seed(0)
     layout = layout_of(ggml_type)
@@ -110,21 +100,18 @@ def experts(ops: TritonOps, ggml_type: int, n_rows: int) -> tuple[float, float, 
         torch.randn(n_rows * TOP_K, D, device="cuda"),
         torch.empty(n_rows * TOP_K, F, device="cuda"),
     )
-    out = torch.empty(n_rows * TOP_K, D, device="cuda")
+    planes, out = expert_planes(x, hidden), torch.empty(n_rows * TOP_K, D, device="cuda")
     counter = torch.zeros(1, dtype=torch.int64, device="cuda")
     calls = []
     for s in range(SETS):
         table = torch.tensor([((s * TOP_K + e) * stride, b, n) for e, b, n in tiles], device="cuda")
         calls.append(
             lambda table=table: ops.experts_from_table(
-                x, arena, layout, table, len(tiles), 1, counter, pairs, 10.0, hidden, out, pairs,
-                tokens,
+                x, arena, layout, table, len(tiles), 1, counter, pairs, 10.0, hidden, planes, out,
+                pairs, tokens,
             )
         )  # fmt: skip
     both = timed(calls)
-    result = out.clone()
-    from aprefetch.kernels.triton import matvec
-
     real = matvec.expert_down_kernel
 
     class Nothing:
@@ -134,7 +121,7 @@ def experts(ops: TritonOps, ggml_type: int, n_rows: int) -> tuple[float, float, 
     matvec.expert_down_kernel = Nothing()
     first = timed(calls)
     matvec.expert_down_kernel = real
-    return first, both - first, layout.payload_bytes * TOP_K, result
+    return first, both - first, layout.payload_bytes * TOP_K
 
 
 def dense(ops: TritonOps, ggml_type: int, n_out: int, n_in: int, n_rows: int) -> tuple[float, int]:
@@ -148,41 +135,16 @@ def dense(ops: TritonOps, ggml_type: int, n_out: int, n_in: int, n_rows: int) ->
     return timed([lambda w=w: ops.linear_into(x, w, out) for w in weights]), n_out * n_bytes
 
 
-def compare_plans(ops: TritonOps, copy: float) -> None:
-    """Experts by every plan; `diff` is from the first, over the largest result."""
-    print("type     packed rows  regs  gate+up us  down us  GB/s of weights  % of copy     diff")
-    for ggml_type in TYPES[:-1]:
-        base = None
-        for plan in PLANS:
-            expert_kernels.EXPERT_PLAN = plan
-            first, second, n_bytes, out = experts(ops, ggml_type, 1)
-            base = out if base is None else base
-            diff = float((out - base).abs().max() / base.abs().max())
-            rate = n_bytes / (first + second) / 1e3
-            print(
-                f"{type_name(ggml_type):8} {plan.packed:6} {plan.gate_up_rows},{plan.down_rows}"
-                f" {plan.max_registers or '':6} {first:10.1f} {second:9.1f} {rate:10.0f}"
-                f" {100 * rate / copy:15.1f}  {diff:9.1e}",
-                flush=True,
-            )
-
-
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variants", action="store_true", help="compare ways to run experts")
-    variants = parser.parse_args().variants
+    argparse.ArgumentParser(description=__doc__).parse_args()
     ops = TritonOps("cuda")
     copy = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}: copy {copy:.0f} GB/s (read + write)")
-    if variants:
-        compare_plans(ops, copy)
-        return
-
     print("type    rows  gate+up us  down us  GB/s of weights   % of copy")
     for ggml_type in TYPES:
         for n_rows in (1, 8) if ggml_type == 39 else (1,):
-            first, second, n_bytes, _ = experts(ops, ggml_type, n_rows)
+            first, second, n_bytes = experts(ops, ggml_type, n_rows)
             rate = n_bytes / (first + second) / 1e3
             print(
                 f"{type_name(ggml_type):7} {n_rows:4}  {first:9.1f} {second:9.1f}  {rate:9.0f}"

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from aprefetch.errors import DeviceError
 from aprefetch.kernels.triton import matvec
+from aprefetch.kernels.triton.experts import expert_planes
 from aprefetch.kernels.triton.guess import guess_kernel
 from aprefetch.kernels.triton.ops import TritonOps
 from aprefetch.models.deepseek_v4_args import N_STREAMS
@@ -167,6 +168,8 @@ class GraphDecoder:
         self._no_bias = ops.new(args.n_experts).zero_()
         self.parts = ops.new(self.top_k, d)
         self._hidden = ops.new(self.top_k, args.expert_width)
+        # Not from the graphs' pool: what one graph keeps there, another would write over.
+        self._planes = expert_planes(self.v, self._hidden)
         self._logits = ops.new(1, args.vocab_size)
         self._tables: list[Tensor | None] = [
             None if b.ffn.table is None else torch.from_numpy(b.ffn.table).to(ops.device)
@@ -429,7 +432,7 @@ class GraphDecoder:
             )  # fmt: skip
             self.ops.experts_from_table(
                 self.v, arena, layout, self._table, self.top_k, 1, self._zero, self._pair_rows,
-                limit, self._hidden, self.parts, self._pairs, 1,
+                limit, self._hidden, self._planes, self.parts, self._pairs, 1,
             )  # fmt: skip
 
         graph = self._capture(run)

@@ -100,7 +100,13 @@ def test_every_mxfp4_scale_in_fixed_point():
 
 @pytest.mark.parametrize("name", packed_checks.PACKED)
 def test_experts_in_fixed_point(ops, name):
-    packed_checks.check_experts(ops, (name,) * 3, "cuda")
+    packed_checks.check_experts(ops, name, "cuda", 512, 256, n_rows=41, few=False)
+
+
+def test_what_is_no_number(ops):
+    packed_checks.check_what_is_no_number(ops, "cuda")
+    for name in ("MXFP4", "F16"):
+        packed_checks.check_what_is_no_number(ops, "cuda", (name,) * 3, 32)
 
 
 def test_instructions_and_their_plain_forms():

@@ -23,11 +23,19 @@ def quantised(rng: np.random.Generator, name: str, n_out: int, n_in: int) -> Qua
 
 
 def expert_case(
-    rng: np.random.Generator, types: tuple[str, str, str], d: int, f: int, n_slots: int
+    rng: np.random.Generator,
+    types: tuple[str, str, str],
+    d: int,
+    f: int,
+    n_slots: int,
+    n_out: int | None = None,
 ) -> tuple[torch.Tensor, list[int], LayerLayout]:
-    """An arena of `n_slots` experts with random weights, their offsets, their layout."""
+    """An arena of `n_slots` experts with random weights, their offsets, their layout.
+
+    They give as many numbers as they take, unless `n_out` says otherwise.
+    """
     roles, parts = [], []
-    shapes = ((f, d), (f, d), (d, f))
+    shapes = ((f, d), (f, d), (n_out or d, f))
     for role, name, (n_out, n_in) in zip(("gate", "up", "down"), types, shapes, strict=True):
         w = quantised(rng, name, n_out * n_slots, n_in)
         n_bytes = w.n_bytes // n_slots

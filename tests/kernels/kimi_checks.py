@@ -114,14 +114,16 @@ def check_routing(ops, device="cpu"):
 
 
 def check_experts(ops, types, d, f, device="cpu", few=False):
-    """With SiTU, straight from their blocks."""
-    arena, offsets, layout = expert_case(np.random.default_rng(3), types, d, f, 4)
+    """With SiTU, straight from their blocks; `few` as in `op_checks.check_experts`."""
+    n_out = 8 if few else d
+    arena, offsets, layout = expert_case(np.random.default_rng(3), types, d, f, 4, n_out)
     slots = [offsets[i] for i in (3, 0, 2)]
     starts, rows, to = [0, 1, 6, 8], [2, 0, 1, 2, 3, 4, 0, 5], [7, 0, 1, 2, 3, 4, 5, 6]
     if few:
         slots, starts, rows, to = slots[:1], [0, 1], [2], [0]
     x, situ = normal(4, 6, d), Situ(4.0, 25.0)
-    want, got = torch.zeros(len(to), d), torch.full((len(to), d), float("nan"), device=device)
+    want = torch.zeros(len(to), n_out)
+    got = torch.full_like(want, float("nan"), device=device)
     pair_rows, out_rows = torch.tensor(rows), torch.tensor(to)
     REFERENCE.experts(x, arena, slots, layout, starts, pair_rows, 0.0, want, out_rows, situ)
     there = x.to(device), arena.to(device)

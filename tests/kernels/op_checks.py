@@ -51,22 +51,24 @@ def check_grouped_linear(ops, name, device="cpu"):
 
 
 def check_experts(ops, types, d, f, device="cpu", limit=1.0, few=False):
-    rng = np.random.default_rng(3)
-    arena, offsets, layout = expert_case(rng, types, d, f, 5)
+    """With `few`, one row of one expert, and eight numbers of its result."""
+    rng, n_out = np.random.default_rng(3), 8 if few else d
+    arena, offsets, layout = expert_case(rng, types, d, f, 5, n_out)
     slots = [offsets[i] for i in (3, 0, 4)]
     starts, rows, to = [0, 1, 6, 8], [2, 0, 1, 2, 3, 4, 0, 5], [7, 0, 1, 2, 3, 4, 5, 6]
     if few:
         slots, starts, rows, to = slots[:1], [0, 1], [2], [0]
     x = normal(4, 6, d)
     pair_rows, out_rows = torch.tensor(rows), torch.tensor(to)
-    want, got = torch.zeros(len(to), d), torch.full((len(to), d), float("nan"), device=device)
+    want = torch.zeros(len(to), n_out)
+    got = torch.full_like(want, float("nan"), device=device)
     REFERENCE.experts(x, arena, slots, layout, starts, pair_rows, limit, want, out_rows)
     arena = arena.to(device)
     args = (pair_rows.to(device), limit, got, out_rows.to(device))
     ops.experts(x.to(device), arena, slots, layout, starts, *args)
     close(got, want)
     # One by one and backwards: the same bits.
-    again = torch.full((len(to), d), float("nan"), device=device)
+    again = torch.full_like(got, float("nan"))
     for e in reversed(range(len(slots))):
         span = slice(starts[e], starts[e + 1])
         ops.experts(

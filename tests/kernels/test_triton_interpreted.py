@@ -64,13 +64,14 @@ def test_grouped_linear(ops, name):
     op_checks.check_grouped_linear(ops, name)
 
 
-@pytest.mark.parametrize("types", [("MXFP4",) * 3, ("Q8_0", "MXFP4", "BF16")])
+@pytest.mark.parametrize("types", [("F16",) * 3, ("MXFP4",) * 3, ("Q8_0", "MXFP4", "BF16")])
 def test_experts(ops, types):
-    op_checks.check_experts(ops, types, 32, 32, few="BF16" in types)
+    size = 16 if "F16" in types else 32
+    op_checks.check_experts(ops, types, size, size, few="F16" not in types)
 
 
 def test_experts_in_k_quants(ops):
-    op_checks.check_experts(ops, ("Q2_K", "Q3_K", "MXFP4"), 256, 32, few=True)
+    op_checks.check_experts(ops, ("Q2_K", "Q3_K", "F32"), 256, 8, few=True)
 
 
 @pytest.mark.parametrize("check", ["rows", "attend", "compress", "index", "route"])
@@ -88,9 +89,9 @@ def test_kimi_operation(ops, check):
     getattr(kimi_checks, f"check_{check}")(ops)
 
 
-@pytest.mark.parametrize("types", [("MXFP4",) * 3, ("Q2_K", "Q2_K", "MXFP4")])
+@pytest.mark.parametrize("types", [("F16",) * 3, ("Q2_K", "Q2_K", "F32")])
 def test_kimi_experts(ops, types):
-    kimi_checks.check_experts(ops, types, 256 if "Q2_K" in types else 32, 32, few=True)
+    kimi_checks.check_experts(ops, types, 256 if "Q2_K" in types else 32, 8, few=True)
 
 
 def test_inputs_in_fixed_point():
@@ -105,3 +106,12 @@ def test_packed_product(name):
 @pytest.mark.parametrize("name", packed_checks.PACKED)
 def test_largest_sums_of_packed_products(name):
     packed_checks.check_largest_sums(name)
+
+
+@pytest.mark.parametrize("name", packed_checks.PACKED)
+def test_experts_in_fixed_point(ops, name):
+    packed_checks.check_experts(ops, name)
+
+
+def test_what_is_no_number(ops):
+    packed_checks.check_what_is_no_number(ops)

@@ -14,13 +14,7 @@ import triton.language as tl
 
 from aprefetch.kernels.triton.blocks import add_columns, decode_columns, load_columns
 from aprefetch.kernels.triton.kimi_kernels import situ
-from aprefetch.kernels.triton.packed import (
-    add_packed,
-    decode_packed,
-    load_split,
-    split_columns,
-    unbias,
-)
+from aprefetch.kernels.triton.packed import add_packed, decode_packed, load_split, unbias
 
 __all__ = [
     "columns_of",
@@ -73,9 +67,7 @@ def _load_tokens(
 ):  # fmt: skip
     x = ()
     for t in tl.static_range(T):
-        if PACKED == 2:
-            x = x + (split_columns(x_rows[t], c, inside, HALVES, MASKED, C),)
-        elif PACKED:
+        if PACKED:
             x = x + (load_split(x_rows[t], c, inside, MASKED, C),)
         else:
             x = x + (load_columns(x_rows[t], c, inside, HALVES, MASKED, C),)
@@ -179,14 +171,18 @@ def linear_kernel(
 
 @triton.jit
 def _activate(g, u, limit):
-    """`silu(min(g, limit)) * clamp(u, -limit, limit)`; no clamp where `limit <= 0`."""
+    """`silu(min(g, limit)) * clamp(u, -limit, limit)`; no clamp where `limit <= 0`.
+
+    What is no number stays none.
+    """
     if limit > 0:
-        g = tl.minimum(g, limit)
-        u = tl.minimum(tl.maximum(u, -limit), limit)
+        g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.maximum(u, -limit, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.minimum(u, limit, propagate_nan=tl.PropagateNan.ALL)
     return g / (1.0 + tl.exp(-g)) * u
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tiles"])  # one compiled kernel for any number
 def expert_gate_up_kernel(
     x_ptr, arena_ptr, table_ptr, pair_rows_ptr, hidden_ptr, counter_ptr, limit, linear_beta,
     gate_at, up_at, n_tiles, table_rows, F,
@@ -242,7 +238,7 @@ def expert_gate_up_kernel(
     _store_rows(at, alive, first, F, hidden, T, R)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_tiles"])  # one compiled kernel for any number
 def expert_down_kernel(
     hidden_ptr, arena_ptr, table_ptr, out_rows_ptr, out_ptr, counter_ptr,
     down_at, n_tiles, table_rows, D,

@@ -17,7 +17,7 @@ from torch import Tensor
 from aprefetch.kernels.ops import Situ
 from aprefetch.kernels.triton import attention, matvec, rows
 from aprefetch.kernels.triton.blocks import BLOCK_TYPES
-from aprefetch.kernels.triton.experts import run_experts, shape_of
+from aprefetch.kernels.triton.experts import expert_planes, run_experts, shape_of
 from aprefetch.kernels.triton.kimi import KimiTritonOps
 from aprefetch.quant import dequantize
 from aprefetch.quant.base import QuantTensor
@@ -141,7 +141,7 @@ class TritonOps(KimiTritonOps):
         hidden = self.new(pair_rows.shape[0], gate.n_out)
         self.experts_from_table(
             x, arena, layout, entries, len(table), 1, self._zero, pair_rows, limit, hidden,
-            out, out_rows, tokens, activation,
+            expert_planes(x, hidden), out, out_rows, tokens, activation,
         )  # fmt: skip
 
     def experts_from_table(
@@ -156,6 +156,7 @@ class TritonOps(KimiTritonOps):
         pair_rows: Tensor,
         limit: float,
         hidden: Tensor,
+        planes: Tensor,
         out: Tensor,
         out_rows: Tensor,
         tokens: int,
@@ -164,7 +165,7 @@ class TritonOps(KimiTritonOps):
         """See `experts.run_experts`."""
         run_experts(
             x, arena, layout, table, n_tiles, table_rows, counter, pair_rows, limit, hidden,
-            out, out_rows, tokens, activation,
+            planes, out, out_rows, tokens, activation,
         )  # fmt: skip
 
     def sum_experts(self, parts: Tensor, weights: Tensor) -> Tensor:

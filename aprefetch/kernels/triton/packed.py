@@ -6,6 +6,9 @@ and are kept as three planes of bytes. A column's dot product is then exact; it 
 float32, and the scales and the sums over columns are float32 as in `blocks`. Converting each weight
 to float32 instead takes most of the time of an expert.
 
+An input is off by at most 2^-23 of the largest of its column, or 2^-126 if that is more. A column
+with an infinity or without a number has a power that is no number, and neither is what it adds to.
+
 Every thread owns one wide column of a tile, for all rows and tokens; values are vectors `[C]`.
 
 Inputs of a column (16 words of 32 bits, see `split_kernel`): the lowest, middle and highest bytes
@@ -172,8 +175,8 @@ def byte_planes(a, b, c, d, PLAIN: tl.constexpr = INTERPRETED):
 def _powers(top):
     """The power of two of columns whose largest size is `top`, and its inverse (float32).
 
-    Numbers are below 2^23, also when rounded. A column with an infinity or without a number gets a
-    power that is none. Below 2^-103 the power would leave float32; such columns keep fewer bits.
+    Numbers are below 2^23, also when rounded. Below 2^-103 the power would leave float32; such
+    columns keep fewer bits.
     """
     exponent = ((top.to(tl.uint32, bitcast=True) + 1) >> 23).to(tl.int32)
     bounded = tl.minimum(tl.maximum(exponent, 24), 254)

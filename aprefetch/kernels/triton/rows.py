@@ -62,8 +62,9 @@ def swiglu_kernel(gate_ptr, up_ptr, out_ptr, limit, n, B: tl.constexpr):
     g = tl.load(gate_ptr + i, mask=inside, other=0.0)
     u = tl.load(up_ptr + i, mask=inside, other=0.0)
     if limit > 0:
-        g = tl.minimum(g, limit)
-        u = tl.minimum(tl.maximum(u, -limit), limit)
+        g = tl.minimum(g, limit, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.maximum(u, -limit, propagate_nan=tl.PropagateNan.ALL)
+        u = tl.minimum(u, limit, propagate_nan=tl.PropagateNan.ALL)
     tl.store(out_ptr + i, g / (1.0 + tl.exp(-g)) * u, mask=inside)
 
 
