@@ -213,15 +213,21 @@ def expert_result(arena, offset, layout, x, limit=10.0):
 
 
 def check_what_is_no_number(triton_ops, device="cpu", types=("MXFP4", "MXFP4", "F32"), f=8):
-    """Never turns into a number, and stays in its row: not in products, nor by a limit."""
+    """Never turns into a number, and stays in its row: not in products, nor by a limit.
+
+    In fixed point an infinity is no number either; elsewhere a limit bounds it.
+    """
     arena, offsets, layout = expert_case(np.random.default_rng(3), types, 32, f, 1, 8)
     x, at = normal(4, 4, 32), torch.arange(4, device=device)
-    x[0, 3], x[2, 30], x[3, 0] = float("nan"), float("inf"), -float("inf")
-    out = torch.zeros(4, 8, device=device)
-    x, arena = x.to(device), arena.to(device)
+    spoilt = [0]
+    x[0, 3] = float("nan")
+    if types[0] in PACKED:
+        x[2, 30], x[3, 0] = float("inf"), -float("inf")
+        spoilt += [2, 3]
+    x, arena, out = x.to(device), arena.to(device), torch.zeros(4, 8, device=device)
     triton_ops.experts(x, arena, offsets, layout, [0, 4], at, 1.0, out, at)
-    assert out.isfinite().all(dim=1).tolist() == [False, True, False, False]
-    assert not out[[0, 2, 3]].isfinite().any()
+    assert out[spoilt].isnan().all()
+    assert out.isfinite().all(dim=1).sum() == 4 - len(spoilt)
     nan = torch.full((1, 8), float("nan"), device=device)
     one = torch.ones(1, 8, device=device)
     assert triton_ops.swiglu(nan, one, 1.0).isnan().all()

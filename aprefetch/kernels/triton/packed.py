@@ -2,9 +2,9 @@
 
 A weight's code is an integer of at most 8 bits. Inputs are taken as integers too: the sixteen of a
 *wide column* share a power of two, chosen such that the largest fills 24 bits (what float32 holds),
-and are kept as three planes of bytes. A column's dot product is then exact; it is rounded once, to
-float32, and the scales and the sums over columns are float32 as in `blocks`. Converting each weight
-to float32 instead takes most of the time of an expert.
+and are kept as three planes of bytes. A column's dot product is then exact; it is rounded once to
+float32 (twice with codes above 15), and the scales and the sums over columns are float32 as in
+`blocks`. Converting each weight to float32 instead takes most of the time of an expert.
 
 An input is off by at most 2^-23 of the largest of its column, or 2^-126 if that is more. A column
 with an infinity or without a number has a power that is no number, and neither is what it adds to.
@@ -16,7 +16,7 @@ of its numbers as four words each, the power of two as float32, and the sum of t
 two words are not used. The highest bytes are signed, the others are not.
 
 The sum for sixteen inputs, `16 * |code| * 2^23`, fits into 32 bits for codes up to 15 (with a bias:
-from -16 to 15); with larger ones (`_wide`) the highest bytes are summed apart.
+from -16 to 15); with larger ones the highest bytes are summed apart.
 
 The few instructions that Triton has no name for have a plain form each, for the interpreter.
 
@@ -186,7 +186,7 @@ def _powers(top):
 
 
 @triton.jit
-def split_columns(row, c, mask, HALVES: tl.constexpr, MASKED: tl.constexpr, C: tl.constexpr):
+def split_columns(row, c, mask, HALVES: tl.constexpr, C: tl.constexpr):
     """The fourteen words of each wide column: `row` points at a float32 vector.
 
     Number n of a column stands for `n * power`, with |n| < 2^23. With `HALVES` a column is two
@@ -200,10 +200,10 @@ def split_columns(row, c, mask, HALVES: tl.constexpr, MASKED: tl.constexpr, C: t
     else:
         first = 16 * c
         third = first + 8
-    a = _load(row + first[:, None] + four, mask[:, None], MASKED)
-    b = _load(row + (first + 4)[:, None] + four, mask[:, None], MASKED)
-    d = _load(row + third[:, None] + four, mask[:, None], MASKED)
-    e = _load(row + (third + 4)[:, None] + four, mask[:, None], MASKED)
+    a = _load(row + first[:, None] + four, mask[:, None], True)
+    b = _load(row + (first + 4)[:, None] + four, mask[:, None], True)
+    d = _load(row + third[:, None] + four, mask[:, None], True)
+    e = _load(row + (third + 4)[:, None] + four, mask[:, None], True)
     top = _larger(_larger(tl.abs(a), tl.abs(b)), _larger(tl.abs(d), tl.abs(e)))
     t = _split_columns(top, C)
     power, inverse = _powers(_larger(_larger(t[0], t[1]), _larger(t[2], t[3])))
@@ -236,7 +236,7 @@ def split_kernel(x_ptr, out_ptr, N_IN: tl.constexpr, HALVES: tl.constexpr, C: tl
     row = tl.program_id(0).to(tl.int64) * N_IN
     c = tl.program_id(1) * C + tl.arange(0, C)
     inside = c < N_IN // 16
-    words = split_columns(x_ptr + row, c, inside, HALVES, True, C)
+    words = split_columns(x_ptr + row, c, inside, HALVES, C)
     out = out_ptr + row + 16 * c
     for i in tl.static_range(14):
         tl.store(out + i, words[i].to(tl.int32, bitcast=True), mask=inside)
