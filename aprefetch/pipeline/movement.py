@@ -88,6 +88,7 @@ class Movement:
         self._open: dict[Demand, None] = {}  # demands that lack an object
         self._idle: asyncio.Future[None] | None = None
         self._settling: list[asyncio.Future[None]] = []
+        self._is_telling = False  # of reads that were held back
         self.is_closed = False
 
     def _route(self, entry: Entry, *, ahead: bool) -> None:
@@ -178,6 +179,8 @@ class Movement:
                     goes_on = self._hurry(self._ordered)
         finally:
             self._is_pumping = False
+        if self._settling and self._n_copying and self._ordered is not None:
+            asyncio.get_running_loop().call_soon(self._ordered.expedite)
 
     def _hurry(self, device: OrdersCopies) -> bool:
         """Where an object waits for a slot it waits for work to end; whether some had by now."""
@@ -476,8 +479,13 @@ class Movement:
             await waiter
 
     def _note_idle(self) -> None:
-        if self._held_back and not self._n_copying:
-            self._settle_read(*self._held_back.popleft())
+        if not self._is_telling:
+            self._is_telling = True  # each of them ends here again
+            try:
+                while self._held_back and not self._n_copying:
+                    self._settle_read(*self._held_back.popleft())
+            finally:
+                self._is_telling = False
         if self._settling and self._n_moving == 0:
             settling, self._settling = self._settling, []
             for waiter in settling:

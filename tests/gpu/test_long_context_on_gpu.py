@@ -70,7 +70,8 @@ async def test_device_memory_is_bounded_by_the_caches_and_given_back(model) -> N
         await long_context.alike(rt, got, 1)
         again = held_bytes() - before
         assert again <= after + (1 << 20), f"{numbers}, after another {again}"
-        assert torch.cuda.max_memory_allocated() - before <= peak + (4 << 20)
+        # What stayed from the first time was not there when that began.
+        assert torch.cuda.max_memory_allocated() - before <= peak + after + (4 << 20)
         del rt
     closed = held_bytes() - before_opening
     assert closed <= 8 << 20, f"{closed} bytes are held after closing"

@@ -39,6 +39,7 @@ class OrderedDevice(CpuDevice):
         self.n_followed = 0
         self.n_back = 0
         self.is_broken = False
+        self.is_deaf = False  # does not hurry
 
     orders_copies = True
 
@@ -78,6 +79,8 @@ class OrderedDevice(CpuDevice):
                 callback()
 
     def expedite(self) -> None:
+        if self.is_deaf:
+            return
         self.poll()
         if self.under_way:
             while self.under_way:

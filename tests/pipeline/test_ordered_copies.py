@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
+from objects_on_disk import FileExperts
 from ordered_device import OrderedDevice
 from pipeline_rig import BIG, settle
 
@@ -12,6 +14,7 @@ from aprefetch import Runtime, embedded
 from aprefetch.errors import DeviceError
 from aprefetch.pipeline.slots import SlotState
 from aprefetch.plan import plan_model
+from aprefetch.types import ExpertKey
 
 
 async def until_enqueued(device, n):
@@ -196,5 +199,33 @@ async def test_what_has_ended_unseen_does_not_leave_anybody_waiting(rig):
         follow(device, await demand.wait())
         async with asyncio.timeout(5):
             await r.coordinator.settled()
+    await settle(r)
+    r.assert_sound()
+
+
+async def test_any_number_of_reads_may_be_held_back(rig, tmp_path):
+    """In orderly runs reads are told of between copies: one after the other, not one in another."""
+    experts = FileExperts(tmp_path / "many.bin", {1: (40, 40, 40)}, n_experts=400)
+    device = OrderedDevice()
+    r = rig(device=device, experts=experts, ram=BIG, queue_depth=8)
+    r.coordinator.is_orderly = device.is_deaf = True
+    errors: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+    warming = asyncio.ensure_future(
+        r.coordinator.warm([ExpertKey(1, expert) for expert in range(400)])
+    )
+    async with asyncio.timeout(20):
+        while len(r.coordinator._held_back) < 390:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.001)
+        device.is_deaf = False
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(400)
+        try:
+            while not warming.done():
+                device.expedite()
+                await asyncio.sleep(0.001)
+        finally:
+            sys.setrecursionlimit(limit)
+    assert await warming == 400 and not errors
     await settle(r)
     r.assert_sound()

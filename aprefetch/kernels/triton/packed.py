@@ -20,7 +20,7 @@ from -16 to 15); with larger ones the highest bytes are summed apart.
 
 The few instructions that Triton has no name for have a plain form each, for the interpreter.
 
-MXFP4 scales above 2^65 (no trained weight comes near) are taken as infinite.
+MXFP4 weights from 2^126 on (no trained weight comes near) are taken as infinite.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def add_packed(acc, q, scale, offset, x, FORMAT: tl.constexpr, C: tl.constexpr):
 def unbias(total, FORMAT: tl.constexpr):
     """The dot product from the sum of what `add_packed` added up."""
     if FORMAT == MXFP4:
-        return total * 1.0842021724855044e-19  # 2^-63, see `_mxfp4`
+        return total * 0.25  # see `_mxfp4`
     else:
         return total
 
@@ -309,8 +309,8 @@ def _mxfp4(base, words, row, c, mask, MASKED: tl.constexpr):
     block = row + 17 * (c >> 1)
     w, shift = _words(words, block + 1 + 8 * (c & 1), mask, 2, MASKED)
     w = windows(w, shift, 2)
-    # The scale is 2^(e - 127); codes are doubled, and 2^63 keeps it a normal number.
-    bits = tl.minimum(_byte(base, block, mask, MASKED) + 62, 255) << 23
+    # The scale is 2^(e - 127), codes are doubled: four times the half of it is a normal number.
+    bits = tl.minimum(_byte(base, block, mask, MASKED) + 1, 255) << 23
     return doubled_values(w[0]) + doubled_values(w[1]), bits.to(tl.float32, bitcast=True)
 
 
