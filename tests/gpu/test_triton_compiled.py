@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import op_checks
-import packed_checks
 import pytest
 import torch
 from kernel_cases import FORMATS, expert_case, quantised
+
+pytest.importorskip("triton")
+
+import packed_checks
 
 
 @pytest.fixture(scope="module")
