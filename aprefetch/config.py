@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 from aprefetch.errors import ConfigError
+from aprefetch.sizes import Checks, Size, parse_bytes
 from aprefetch.types import ALIGNMENT
 
 __all__ = [
@@ -43,102 +42,11 @@ _log = logging.getLogger(__name__)
 
 ENVIRONMENT_PREFIX = "APREFETCH_"
 
-Size = int | str
-"""Bytes, or text such as "20GiB", "512 MiB", "1.5GB"; where noted also "auto"."""
-
 CachePolicy = Literal["layered", "lfu", "lru"]
 RamTier = Literal["exclusive", "inclusive"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 KernelsName = Literal["auto", "fast", "reference"]
 ReaderBackend = Literal["auto", "io_uring", "workers", "threads"]
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "k": 2**10,
-    "m": 2**20,
-    "g": 2**30,
-    "t": 2**40,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-_SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
-
-
-def parse_bytes(value: Size) -> int:
-    """A size in bytes.
-
-    Args:
-        value: Bytes, or a number with a unit: B, kB, MB, GB, TB are powers of 1000; KiB, MiB, GiB,
-            TiB and the bare letters K, M, G, T are powers of 1024. Case does not matter.
-
-    Raises:
-        ConfigError: Not a size, or negative.
-    """
-    if isinstance(value, int) and not isinstance(value, bool):
-        if value < 0:
-            raise ConfigError(f"{value} is negative; a size is at least 0 bytes")
-        return value
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    if match is None or match[2].lower() not in _UNITS:
-        raise ConfigError(
-            f"{value!r} is not a size; write bytes or e.g. '20GiB', '512MiB', '1.5GB'"
-        )
-    number, unit = match[1].replace("_", ""), _UNITS[match[2].lower()]
-    return int(number) * unit if "." not in number else round(float(number) * unit)
-
-
-class _Checks:
-    """Collects what is wrong with a group of options."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-
-    def whole(self, name: str, value: Any, low: int, high: int | None = None) -> None:
-        """`value` must be an integer of `low` to `high`."""
-        if type(value) is not int:
-            self.problems.append(f"{name} must be a whole number, got {value!r}")
-        elif value < low or (high is not None and value > high):
-            wanted = f"at least {low}" if high is None else f"between {low} and {high}"
-            self.problems.append(f"{name} must be {wanted}, got {value}")
-
-    def size(self, name: str, value: Any) -> Any:
-        """`value` as bytes; "auto" and what cannot be parsed stay as they are."""
-        if value == "auto":
-            return value
-        try:
-            return parse_bytes(value)
-        except ConfigError as error:
-            self.problems.append(f"{name}: {error}")
-            return value
-
-    def seconds(self, name: str, value: Any) -> None:
-        """`value` must be None or a number above 0."""
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (is_number and 0 < value < math.inf):
-            self.problems.append(f"{name} must be a number of seconds above 0, got {value!r}")
-
-    def flag(self, name: str, value: Any) -> None:
-        """`value` must be a bool."""
-        if not isinstance(value, bool):
-            self.problems.append(f"{name} must be True or False, got {value!r}")
-
-    def one_of(self, name: str, value: Any, choices: tuple[Any, ...]) -> None:
-        """`value` must be one of `choices`."""
-        if value not in choices:
-            names = ", ".join(map(repr, choices))
-            self.problems.append(f"{name} must be one of {names}, got {value!r}")
-
-    def finish(self) -> None:
-        """Raise what was collected."""
-        if self.problems:
-            raise ConfigError(self.problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +74,7 @@ class MemoryConfig:
     hot_list: str | None = None
 
     def __post_init__(self) -> None:
-        checks = _Checks()
+        checks = Checks()
         if self.hot_list is not None and not isinstance(self.hot_list, str | os.PathLike):
             checks.problems.append(f"hot_list must be a path, got {self.hot_list!r:.60}")
         for name in ("vram_budget", "ram_budget"):
@@ -215,7 +123,7 @@ class ReaderConfig:
     backend: ReaderBackend = "auto"
 
     def __post_init__(self) -> None:
-        checks = _Checks()
+        checks = Checks()
         checks.one_of("backend", self.backend, get_args(ReaderBackend))
         checks.whole("queue_depth", self.queue_depth, 1, 64)
         checks.flag("strict_direct", self.strict_direct)
@@ -253,7 +161,7 @@ class PackConfig:
     verify: Literal["off", "sampled", "first_read", "full"] = "off"
 
     def __post_init__(self) -> None:
-        checks = _Checks()
+        checks = Checks()
         checks.one_of("experts", self.mode, ("auto", "pack", "gguf"))
         checks.one_of("verify", self.verify, ("off", "sampled", "first_read", "full"))
         given = self.folders
@@ -286,7 +194,7 @@ class LookaheadConfig:
     max_rows: int = 64
 
     def __post_init__(self) -> None:
-        checks = _Checks()
+        checks = Checks()
         checks.one_of("lookahead", self.mode, ("on", "off"))
         checks.whole("lookahead_depth", self.depth, 0, 8)
         if self.width is not None:
@@ -318,7 +226,7 @@ class TraceConfig:
     settled: bool = False
 
     def __post_init__(self) -> None:
-        checks = _Checks()
+        checks = Checks()
         checks.flag("trace", self.enabled)
         checks.whole("trace_max_events", self.max_events, 1)
         checks.flag("trace_routing", self.routing)
@@ -346,7 +254,7 @@ class BatchConfig:
     token_gap_s: float | None = 0.25
 
     def __post_init__(self) -> None:
-        checks = _Checks()
+        checks = Checks()
         checks.whole("max_waiting", self.max_waiting, 0)
         object.__setattr__(self, "state_budget", checks.size("state_budget", self.state_budget))
         checks.seconds("request_timeout_s", self.request_timeout_s)
@@ -375,7 +283,7 @@ class PrefixConfig:
     disk_budget: Size = "8GiB"
 
     def __post_init__(self) -> None:
-        checks = _Checks()
+        checks = Checks()
         for name in ("budget", "disk_budget"):
             value = checks.size(f"prefix_{name}", getattr(self, name))
             object.__setattr__(self, name, value)
@@ -428,7 +336,7 @@ class RuntimeConfig:
     cache_policy: CachePolicy = "layered"
 
     def __post_init__(self) -> None:
-        checks = _Checks()
+        checks = Checks()
         for name, kind in _GROUPS.items():
             if not isinstance(getattr(self, name), kind):
                 checks.problems.append(f"{name} must be a {kind.__name__}")

@@ -10,18 +10,23 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from aprefetch._version import __version__
+from aprefetch.config import RuntimeConfig
 from aprefetch.engine.prefix_cache import PrefixCache
 from aprefetch.errors import ConfigError
 from aprefetch.models.base import Model, ModelInfo
 from aprefetch.pipeline.coordinator import Coordinator
+from aprefetch.pipeline.correction import load_corrections, path_beside
 from aprefetch.pipeline.hotlist import load_hot_list, save_hot_list
+from aprefetch.pipeline.lookahead import Lookahead, RoutedLayer
 from aprefetch.plan import Examined
+from aprefetch.stats import Counters
 from aprefetch.storage.state_files import StateFiles
 from aprefetch.text.chat_template import ChatTemplate, load_chat_template
 from aprefetch.text.tokenizer import Tokenizer
@@ -32,6 +37,7 @@ __all__ = [
     "Loaded",
     "in_thread",
     "load",
+    "make_lookahead",
     "open_prefix",
     "routing_facts",
     "state_budget_bytes",
@@ -80,6 +86,28 @@ def state_budget_bytes(examined: Examined, info: ModelInfo) -> int:
     chunk_bytes = info.state_bytes_per_chunk_token * examined.config.chunk_tokens
     one_bytes = info.state_bytes_fixed + 2 * info.state_bytes_per_token * 4096 + chunk_bytes
     return max(int(examined.device.memory_info().free_bytes) // 4, one_bytes)
+
+
+def make_lookahead(
+    examined: Examined, config: RuntimeConfig, model: Model, device_name: str, counters: Counters
+) -> Lookahead | None:
+    """The lookahead as configured, with the corrections that lie beside the model. Blocks."""
+    if not config.lookahead.is_on:
+        return None
+    info = model.info
+    layers = {
+        layer: RoutedLayer(
+            info.n_experts,
+            info.num_experts_per_tok,
+            examined.experts.layers[layer].payload_bytes,
+        )
+        for layer in info.routed_layers
+    }
+    chosen = config.lookahead
+    if config.trace.settled and chosen.width is None:  # a measured pace never repeats
+        chosen = replace(chosen, width=info.num_experts_per_tok)
+    corrections = load_corrections(path_beside(examined.plan.path), device_name)
+    return Lookahead(model.early_routers, layers, chosen, counters, corrections=corrections)
 
 
 def open_prefix(examined: Examined) -> PrefixCache | None:

@@ -17,7 +17,6 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -50,6 +49,7 @@ from aprefetch.errors import (
 from aprefetch.loading import (
     in_thread,
     load,
+    make_lookahead,
     open_prefix,
     routing_facts,
     state_budget_bytes,
@@ -57,15 +57,12 @@ from aprefetch.loading import (
 )
 from aprefetch.models.base import ModelInfo, WarmsUp
 from aprefetch.pipeline.coordinator import Coordinator
-from aprefetch.pipeline.correction import load_corrections, path_beside
-from aprefetch.pipeline.lookahead import Lookahead, RoutedLayer
 from aprefetch.pipeline.reader import make_reader
 from aprefetch.plan import Examined, Plan, examine
 from aprefetch.prompts import Encoded, Prompt, PromptEncoder
 from aprefetch.report import RunReport
 from aprefetch.routing_trace import RoutingRecorder, RoutingTrace
 from aprefetch.stats import Counters, Stats
-from aprefetch.storage.experts import ExpertSource
 from aprefetch.storage.pack import PackState
 from aprefetch.text.answer import AnswerFormat, answer_format
 from aprefetch.text.detokenizer import Detokenizer
@@ -259,7 +256,9 @@ class Runtime:
         self._runner = StepRunner(
             loaded.model,
             self._coordinator,
-            await asyncio.to_thread(self._lookahead, config, examined.experts),
+            await asyncio.to_thread(
+                make_lookahead, examined, config, loaded.model, device.name, self._counters
+            ),
             device,
             self._counters,
             self._tracer,
@@ -298,28 +297,6 @@ class Runtime:
         if wrong:
             raise ConfigError(wrong)
         return examine(self._path, self._given_config, cancel=cancel, **self._options)
-
-    def _lookahead(self, config: RuntimeConfig, experts: ExpertSource) -> Lookahead | None:
-        if not config.lookahead.is_on:
-            return None
-        info = self.model_info
-        layers = {
-            layer: RoutedLayer(
-                info.n_experts, info.num_experts_per_tok, experts.layers[layer].payload_bytes
-            )
-            for layer in info.routed_layers
-        }
-        chosen = config.lookahead
-        if config.trace.settled and chosen.width is None:  # a measured pace never repeats
-            chosen = replace(chosen, width=info.num_experts_per_tok)
-        corrections = load_corrections(path_beside(self.plan.path), self._device.name)
-        return Lookahead(
-            self._model.early_routers,
-            layers,
-            chosen,
-            self._counters,
-            corrections=corrections,
-        )
 
     async def aclose(self) -> None:
         """End all requests, drain reads, free memory. Idempotent; any task may call it.

@@ -90,8 +90,8 @@ def fitted(files: Any, corrections: Any, strategy: Any) -> Iterator[None]:
     lookahead = functools.partial(Lookahead, strategy=strategy)
     with (
         mock.patch("aprefetch.runtime.make_reader", functools.partial(make_reader, files=files)),
-        mock.patch("aprefetch.runtime.Lookahead", lookahead),
-        mock.patch("aprefetch.runtime.load_corrections", lambda path, device: corrections),
+        mock.patch("aprefetch.loading.Lookahead", lookahead),
+        mock.patch("aprefetch.loading.load_corrections", lambda path, device: corrections),
     ):
         yield
 

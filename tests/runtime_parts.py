@@ -23,7 +23,7 @@ def parts(
         reader["files"] = files
     with (
         mock.patch("aprefetch.runtime.make_reader", functools.partial(make_reader, **reader)),
-        mock.patch("aprefetch.runtime.Lookahead", functools.partial(Lookahead, strategy=strategy)),
+        mock.patch("aprefetch.loading.Lookahead", functools.partial(Lookahead, strategy=strategy)),
     ):
         yield
 

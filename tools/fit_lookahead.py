@@ -149,7 +149,7 @@ async def collect(
         made.append(States(*args, **kwargs))
         return made[0]
 
-    with mock.patch("aprefetch.runtime.Lookahead", make):
+    with mock.patch("aprefetch.loading.Lookahead", make):
         runtime = await Runtime.open(model, lookahead_depth=1, vram_budget=budget)
     try:
         # Widths are of no interest, and sleeping would lose tokens.
