@@ -321,7 +321,7 @@ class Bench:
     async def backends(self) -> list[str]:
         """Those that this machine has."""
         found = []
-        for name in ("io_uring", "threads"):
+        for name in ("io_uring", "workers", "threads"):
             with contextlib.suppress(AprefetchError):
                 await self._reader(name, 1, Counters()).aclose()
                 found.append(name)
