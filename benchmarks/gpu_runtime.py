@@ -60,9 +60,9 @@ class SerialUploader(Uploader):
             self._look(super().start(*upload))
 
     def _look(self, ticket: Any) -> None:
-        if ticket is not None and self._ordered is not None:
+        if ticket is not None and self._copies.ordered is not None:
             has_ended = ticket.done()
-            self._ordered.poll()
+            self._copies.ordered.poll()
             if not has_ended:
                 asyncio.get_running_loop().call_soon(self._look, ticket)
 

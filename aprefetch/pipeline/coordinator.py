@@ -167,13 +167,7 @@ class Coordinator(Movement):
                 self._confirm(entry)
             slot = entry.device
             if slot is None or slot.state is _UPLOADING or slot.state is _DEMOTING:
-                if slot is None or slot.copy is None:
-                    self._miss(demand, entry)
-                else:  # compute can follow the copy
-                    lane.landing.policy.touch(entry.item)
-                    self._counters.hits_ram += 1
-                    slot.pins += 1
-                    demand.ready.append(entry)
+                self._miss(demand, entry)
                 continue
             n_hits += 1
             if slot.pins:
@@ -205,16 +199,20 @@ class Coordinator(Movement):
         return lane
 
     def _miss(self, demand: Demand, entry: Entry) -> None:
-        """Note that `demand` lacks `entry`, and see that it is under way."""
-        counters, landing = self._counters, entry.lane.landing
+        """Note that `entry` is not on the device, and see that it is under way."""
+        counters, landing, slot = self._counters, entry.lane.landing, entry.device
         stage = entry.stage
-        entry.waiters.append(demand)
-        demand.missing[entry] = None
         landing.policy.touch(entry.item)
         if entry.landing is not None and stage not in (Stage.READING, Stage.DRAINING):
             counters.hits_ram += 1
         else:
             counters.misses_ram += 1
+        if slot is not None and slot.copy is not None:  # compute can follow the copy
+            slot.pins += 1
+            demand.ready.append(entry)
+            return
+        entry.waiters.append(demand)
+        demand.missing[entry] = None
         if stage is Stage.IDLE:
             self._route(entry, ahead=bool(landing.open))
         elif stage is Stage.READING:

@@ -3,7 +3,7 @@
 The other way of an upload, for an exclusive RAM tier: an object that the policy lets go from the
 device and that has no copy in RAM gets a landing slot that is free, holds a duplicate, or holds an
 object that is colder. Reads come first: while any waits for a landing slot nothing is copied back.
-The pieces of the object's read plan, reversed, restore the layout that a later upload expects.
+`copies` says how bytes move.
 
 Invariants: both slots are held from `free_ahead` until `settle`; only objects whose compute is done
 leave the device, so nothing but the copy reads the device slot meanwhile. Owns no memory.
@@ -11,20 +11,15 @@ leave the device, so nothing but the copy reads the device slot meanwhile. Owns 
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import time
 from collections.abc import Callable
 
-from torch import Tensor
-
-from aprefetch.device.base import Device
-from aprefetch.errors import DeviceError
 from aprefetch.pipeline.arena import Pool
+from aprefetch.pipeline.copies import ArenaCopies
 from aprefetch.pipeline.objects import Entry, Stage
 from aprefetch.pipeline.slots import Slot, SlotState, move
 from aprefetch.pipeline.tiers import Tiers
-from aprefetch.pipeline.uploader import ordered_copies
 from aprefetch.stats import Counters
 from aprefetch.storage.experts import ExpertSource
 from aprefetch.trace import Tracer
@@ -35,7 +30,7 @@ _FREE, _RESIDENT, _DEMOTING = SlotState.FREE, SlotState.RESIDENT, SlotState.DEMO
 
 
 class Demotions:
-    """Copies back from the device arena to the landing arena of one coordinator.
+    """Lets objects leave the device pools of one coordinator.
 
     Args:
         reported: called with an object whose copy ended, and the error if it failed; passes both
@@ -45,25 +40,18 @@ class Demotions:
     def __init__(
         self,
         experts: ExpertSource,
-        device: Device,
-        landing: Tensor,
-        arena: Tensor,
+        copies: ArenaCopies,
         tiers: Tiers,
         counters: Counters,
         tracer: Tracer | None,
         reported: Callable[[Entry, Exception | None], None],
     ) -> None:
         self._experts = experts
-        self._device = device
-        self._landing = landing
-        self._arena = arena
+        self._copies = copies
         self._tiers = tiers
         self._counters = counters
         self._tracer = tracer
         self._reported = reported
-        self._ordered = ordered_copies(device)
-        self._landing_address = landing.data_ptr()
-        self._arena_address = arena.data_ptr()
 
     def free_ahead(self, pool: Pool, n_slots: int) -> int:
         """Let the coldest leave a device pool until `n_slots` are free or about to be.
@@ -122,30 +110,7 @@ class Demotions:
         move(slot, _DEMOTING)
         finished = functools.partial(self._finished, entry, time.perf_counter_ns())
         pieces = self._experts.read_plan(entry.key).pieces
-        target, origin = slot.offset, source.offset
-        if self._ordered is not None:
-            target += self._landing_address
-            origin += self._arena_address
-            try:
-                ticket = self._ordered.enqueue_copies_back(
-                    [
-                        (target + p.landing_offset, origin + p.device_offset, p.n_bytes)
-                        for p in pieces
-                    ]
-                )
-            except DeviceError as error:
-                asyncio.get_running_loop().call_soon(finished, error)
-                return
-            self._device.when_done(ticket, functools.partial(finished, None))
-            return
-        copies = []
-        for piece in pieces:
-            dst = target + piece.landing_offset
-            src = origin + piece.device_offset
-            copies.append(
-                (self._landing[dst : dst + piece.n_bytes], self._arena[src : src + piece.n_bytes])
-            )
-        self._device.copy_async(copies, finished)
+        self._copies.start(pieces, slot.offset, source.offset, finished, back=True)
 
     def _finished(self, entry: Entry, start_ns: int, error: Exception | None) -> None:
         if error is None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from aprefetch.device.base import Device, OrdersCopies
 from aprefetch.errors import AprefetchError, DeviceError, RuntimeClosedError
 from aprefetch.pipeline.arena import Pool
+from aprefetch.pipeline.copies import ArenaCopies
 from aprefetch.pipeline.demand import Demand
 from aprefetch.pipeline.demotion import Demotions
 from aprefetch.pipeline.guesses import GuessTrust
@@ -26,7 +27,7 @@ from aprefetch.pipeline.objects import Entry, ObjectRead, Stage, WantQueue, Wish
 from aprefetch.pipeline.reader import Priority, Reader, ReadJob
 from aprefetch.pipeline.slots import Slot, SlotState, move
 from aprefetch.pipeline.tiers import Tiers
-from aprefetch.pipeline.uploader import Uploader, ordered_copies
+from aprefetch.pipeline.uploader import Uploader
 from aprefetch.stats import Counters
 from aprefetch.storage.experts import ChecksObjects, ExpertSource
 from aprefetch.trace import Kind, Tracer
@@ -75,13 +76,12 @@ class Movement:
         self._held_back: deque[tuple[ObjectRead, BaseException | None]] = deque()
         self._host = device.alloc_host(max(tiers.landing_bytes, 1), experts.alignment)
         self._arena: Tensor | None = device.alloc_slots(max(tiers.device_bytes, 1))
-        self._uploader: Uploader | None = Uploader(
-            experts, device, self._host.tensor, self._arena, counters, tracer
-        )
+        copies = ArenaCopies(device, self._host.tensor, self._arena)
+        self._uploader: Uploader | None = Uploader(experts, copies, counters, tracer)
         self._demotions: Demotions | None = Demotions(
-            experts, device, self._host.tensor, self._arena, tiers, counters, tracer, self._demoted
+            experts, copies, tiers, counters, tracer, self._demoted
         )
-        self._ordered = ordered_copies(device)
+        self._ordered = copies.ordered
         self._n_moving = 0  # reads, uploads, copies back and releases that have yet to report
         self._n_copying = 0  # uploads and copies back among them
         self._is_pumping = False
@@ -436,13 +436,10 @@ class Movement:
             lane.device.n_unavailable -= 1
             self._tiers.free_device(entry, slot)
             self._fail(entry, error)
-        elif entry.waiters:
+        elif entry.waiters or slot.pins:  # pinned: leased while it was being copied
             move(slot, _RESIDENT)
             move(slot, _LEASED)
             self._grant(entry, slot)
-        elif slot.pins:  # leased while it was being copied
-            move(slot, _RESIDENT)
-            move(slot, _LEASED)
         else:
             move(slot, _RESIDENT)
             lane.device.n_unavailable -= 1

@@ -96,6 +96,67 @@ def write_files(folder: Path, sizes: Sequence[int], seed: int = 7) -> list[tuple
     return out
 
 
+async def check_owned_from_done_on(
+    reader: Any,
+    data: bytes,
+    source: random.Random,
+    upset: Callable[[], object],
+    *,
+    rest: tuple[float, float] = (0.1, 0.001),
+    is_drained: bool = False,
+) -> None:
+    """Random submits, promotions and cancels: a buffer is its owner's from `done` on.
+
+    Closes the reader, whose one file has 40 sectors, `data`.
+
+    Args:
+        upset: plans faults, or not, after each submit.
+        rest: how often the loop gets a rest, and seconds of it.
+        is_drained: wait for all but a few jobs before closing.
+    """
+    landings: list[Landing] = []
+    outcomes: list[type[BaseException] | None] = []
+    open_jobs: list[ReadJob] = []
+
+    def done(job: ReadJob, error: BaseException | None) -> None:
+        if error is None:
+            for read in job.reads:
+                got = job.buffer[read.landing_offset :][: read.length]
+                assert got == data[read.offset :][: read.length]
+        outcomes.append(type(error) if error is not None else None)
+        open_jobs.remove(job)
+        job.buffer[:] = b"\x5a" * len(job.buffer)
+
+    for n in range(150):
+        landings.append(Landing(4 * SECTOR))
+        reads = [
+            span(0, source.randrange(40) * SECTOR, SECTOR, i * SECTOR)
+            for i in range(source.randint(1, 4))
+        ]
+        priority = source.choice(list(Priority))
+        job = ReadJob(ExpertKey(0, n), reads, landings[-1].view, priority, done)
+        open_jobs.append(job)
+        reader.submit(job)
+        upset()
+        if source.random() < 0.3:
+            reader.cancel(source.choice(open_jobs))
+        if source.random() < 0.3:
+            reader.promote(source.choice(open_jobs), source.choice(list(Priority)))
+        if source.random() < rest[0]:
+            await asyncio.sleep(rest[1])
+    if is_drained:
+        async with asyncio.timeout(20):
+            while len(open_jobs) > 10:  # noqa: ASYNC110 - closing cancels those that are left
+                await asyncio.sleep(0.001)
+    await reader.aclose()
+    assert not open_jobs
+    assert len(outcomes) == 150
+    assert set(outcomes) <= {None, ReadCancelled, ReadError}
+    assert None in outcomes, "how many are cancelled or fail is a matter of time; not all"
+    assert all(landing.is_intact() for landing in landings)
+    assert all(set(bytes(landing.view)) == {0x5A} for landing in landings)
+
+
 def require_direct(folder: Path) -> None:
     """Skip the test where the file system refuses direct reads."""
     probe = folder / "probe"

@@ -87,3 +87,24 @@ class Resident:
             part = ids[i : i + (chunk or len(ids))]
             out.append(self.step([Chunk(state, part, "all")], seen)[0])
         return torch.cat(out)
+
+    def greedy(self, ids: Sequence[int], n: int) -> list[int]:
+        """The `n` likeliest tokens after a prompt."""
+        state, token_ids, out = self.model.new_state(), list(ids), []
+        for _ in range(n):
+            logits = self.step([Chunk(state, np.array(token_ids))])[0]
+            token_ids = [int(logits[-1].argmax())]
+            out += token_ids
+        return out
+
+    def logits_one_by_one(self, ids: Sequence[int]) -> Tensor:
+        """Logits at every position, by experts that run each alone, the last first."""
+        forward = self.model.forward([Chunk(self.model.new_state(), np.array(ids), "all")])
+        while True:
+            try:
+                call = next(forward)
+            except StopIteration as stop:
+                return stop.value[0]
+            if call.finishing:
+                for lease in reversed(self.leases(call)):
+                    call.run(self.arena, [lease])

@@ -19,12 +19,13 @@ from conformance.reader import (
     Landing,
     Outcome,
     ReaderConformance,
+    check_owned_from_done_on,
     require_direct,
     span,
     write_files,
 )
 
-from aprefetch.errors import ConfigError, ReadError
+from aprefetch.errors import ConfigError
 from aprefetch.pipeline.io.threads import Files
 from aprefetch.pipeline.io.wrappers import (
     DelayFiles,
@@ -367,41 +368,6 @@ async def test_nothing_is_written_after_done(make: Make, tmp_path: Path, seed: i
     ((path, data),) = write_files(tmp_path, [40 * SECTOR])
     faults = FaultFiles(ReorderFiles(seed=seed, most_s=0.0005))
     reader = make([path], faults, queue_depth=source.randint(1, 6), backoff_s=0.0)
-    landings: list[Landing] = []
-    outcomes: list[type[BaseException] | None] = []
-    open_jobs: list[ReadJob] = []
-
-    def done(job: ReadJob, error: BaseException | None) -> None:
-        if error is None:
-            for read in job.reads:
-                got = job.buffer[read.landing_offset :][: read.length]
-                assert got == data[read.offset :][: read.length]
-        outcomes.append(type(error) if error is not None else None)
-        open_jobs.remove(job)
-        job.buffer[:] = b"\x5a" * len(job.buffer)
-
-    for n in range(150):
-        landings.append(Landing(4 * SECTOR))
-        reads = [
-            span(0, source.randrange(40) * SECTOR, SECTOR, i * SECTOR)
-            for i in range(source.randint(1, 4))
-        ]
-        priority = source.choice(list(Priority))
-        job = ReadJob(ExpertKey(0, n), reads, landings[-1].view, priority, done)
-        open_jobs.append(job)
-        reader.submit(job)
-        if source.random() < 0.1:
-            faults.fail(errno.EBADF)
-        if source.random() < 0.3:
-            reader.cancel(source.choice(open_jobs))
-        if source.random() < 0.3:
-            reader.promote(source.choice(open_jobs), source.choice(list(Priority)))
-        if source.random() < 0.1:
-            await asyncio.sleep(0.001)
-    await reader.aclose()
-    assert not open_jobs
-    assert len(outcomes) == 150
-    assert set(outcomes) <= {None, ReadCancelled, ReadError}
-    assert None in outcomes, "how many are cancelled or fail is a matter of time; not all"
-    assert all(landing.is_intact() for landing in landings)
-    assert all(set(bytes(landing.view)) == {0x5A} for landing in landings)
+    await check_owned_from_done_on(
+        reader, data, source, upset=lambda: source.random() < 0.1 and faults.fail(errno.EBADF)
+    )

@@ -22,7 +22,15 @@ from unittest import mock
 
 import pytest
 import pytest_asyncio
-from conformance.reader import SECTOR, Landing, Outcome, ReaderConformance, span, write_files
+from conformance.reader import (
+    SECTOR,
+    Landing,
+    Outcome,
+    ReaderConformance,
+    check_owned_from_done_on,
+    span,
+    write_files,
+)
 from rings import GateRing, JudgedRing, needs_ring
 
 import aprefetch.pipeline.reader as reader_module
@@ -478,49 +486,14 @@ async def test_nothing_is_written_after_done(tmp_path: Path, seed: int) -> None:
         backoff_s=0.0,
         make_ring=lambda *sizes: JudgedRing(*sizes, faults=faults),
     )
-    landings: list[Landing] = []
-    outcomes: list[type[BaseException] | None] = []
-    open_jobs: list[ReadJob] = []
 
-    def done(job: ReadJob, error: BaseException | None) -> None:
-        if error is None:
-            for read in job.reads:
-                got = job.buffer[read.landing_offset :][: read.length]
-                assert got == data[read.offset :][: read.length]
-        outcomes.append(type(error) if error is not None else None)
-        open_jobs.remove(job)
-        job.buffer[:] = b"\x5a" * len(job.buffer)
-
-    for n in range(150):
-        landings.append(Landing(4 * SECTOR))
-        reads = [
-            span(0, source.randrange(40) * SECTOR, SECTOR, i * SECTOR)
-            for i in range(source.randint(1, 4))
-        ]
-        priority = source.choice(list(Priority))
-        job = ReadJob(ExpertKey(0, n), reads, landings[-1].view, priority, done)
-        open_jobs.append(job)
-        reader.submit(job)
+    def upset() -> None:
         if source.random() < 0.1:
             faults.fail(source.choice([errno.EBADF, errno.EIO]))
         if source.random() < 0.1:
             faults.shorten(source.randrange(SECTOR))
-        if source.random() < 0.3:
-            reader.cancel(source.choice(open_jobs))
-        if source.random() < 0.3:
-            reader.promote(source.choice(open_jobs), source.choice(list(Priority)))
-        if source.random() < 0.3:
-            await asyncio.sleep(0.0005)
-    async with asyncio.timeout(20):
-        while len(open_jobs) > 10:  # noqa: ASYNC110 - closing cancels those that are left
-            await asyncio.sleep(0.001)
-    await reader.aclose()
-    assert not open_jobs
-    assert len(outcomes) == 150
-    assert set(outcomes) <= {None, ReadCancelled, ReadError}
-    assert None in outcomes
-    assert all(landing.is_intact() for landing in landings)
-    assert all(set(bytes(landing.view)) == {0x5A} for landing in landings)
+
+    await check_owned_from_done_on(reader, data, source, upset, rest=(0.3, 0.0005), is_drained=True)
 
 
 def refuse(*sizes: int) -> Ring:
