@@ -57,21 +57,12 @@ def resident(model, ops):
     made.source.close()
 
 
-def greedy(resident, ids, n_tokens):
-    state, out = resident.model.new_state(), []
-    while len(out) < n_tokens:
-        logits = resident.step([Chunk(state, np.array(ids))])[0]
-        ids = [int(logits[-1].argmax())]
-        out += ids
-    return out
-
-
 @pytest.fixture(scope="module")
 def reference(model):
     """Logits and expert choices of the first prompt, greedy tokens after each, on the CPU."""
     resident, seen = Resident(model, cpu_ops("reference"), "cpu"), {}
     logits = resident.logits(PROMPTS[0], 0, seen)
-    tokens = [greedy(resident, ids, N_TOKENS) for ids in PROMPTS]
+    tokens = [resident.greedy(ids, N_TOKENS) for ids in PROMPTS]
     resident.source.close()
     return logits, seen, tokens
 
@@ -98,7 +89,7 @@ def test_logits_and_expert_choices(resident, reference):
 
 
 def test_greedy_continuation(resident, reference):
-    assert [greedy(resident, ids, N_TOKENS) for ids in PROMPTS] == reference[2]
+    assert [resident.greedy(ids, N_TOKENS) for ids in PROMPTS] == reference[2]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
